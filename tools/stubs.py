@@ -2,7 +2,8 @@
 
 A stub has the definitions of its .pyx whose results are annotated, the attributes that a .pxd makes
 readable, and what a comment ``#: ...`` says, as it is. Such a comment replaces the next definition
-where it defines the same name. Imports are found by the names that are used.
+where it defines the same name. A member that is ``call(Class.member)`` or ``figure(Class.member)``
+is that of a class in the same folder. Imports are found by the names that are used.
 """
 
 from __future__ import annotations
@@ -231,11 +232,42 @@ def imports_of(text: str) -> dict[str, str]:
     return found
 
 
-def stub(source: Path) -> str:
-    """Write the stub of a .pyx."""
+def read(source: Path) -> tuple[str, dict[str, list[tuple[str, str]]]]:
+    """Return the text of a .pyx, and the attributes of its classes."""
     text, pxd = source.read_text(encoding="utf-8"), source.with_suffix(".pxd")
     declared = pxd.read_text(encoding="utf-8") if pxd.exists() else ""
-    lines = body_of(text, attributes_of(declared, text))
+    return text, attributes_of(declared, text)
+
+
+def with_forwarded(text: str, folder: Path) -> str:
+    """Write members of other classes, which a class forwards to, as comments for its stub."""
+    classes: dict[str, tuple[str, str]] = {}  # the base of each, and its stub
+
+    def member(found: re.Match[str]) -> str:
+        owner, name = found[1], found[2]
+        while owner in classes:
+            owner, lines = classes[owner]
+            said = re.search(
+                rf"(    @property\n)?    (def {name}\(.*(\n {{8}}.*)*|{name}: .*)", lines
+            )
+            if said:
+                return re.sub("^    ", "    #: ", said[0], flags=re.M)
+        return found[0]
+
+    forwards = re.compile(r"^    \w+ = (?:call|figure)\((\w+)\.(\w+).*\)$", re.M)
+    for source in folder.glob("*.pyx") if forwards.search(text) else ():
+        body = "\n".join(body_of(*read(source)))
+        for name, base, lines in re.findall(
+            r"^class (\w+)\(?(\w*).*\n((?:    .*\n?)*)", body, re.M
+        ):
+            classes[name] = base, lines
+    return forwards.sub(member, text)
+
+
+def stub(source: Path) -> str:
+    """Write the stub of a .pyx."""
+    text, attributes = read(source)
+    lines = body_of(with_forwarded(text, source.parent), attributes)
     written = [line for line in lines if line.startswith(("import ", "from "))]
     lines = [line for line in lines if line not in written]
     body = "\n".join(lines)

@@ -109,9 +109,9 @@ def _session(folder: Path) -> dict[str, Any]:
 
     with Decoder(embedded_model(), ctx=16, threads=1) as decoder:
         fill(decoder.kv)
-        fingerprint = decoder.weights.fingerprint
-        decoder.kv.save(folder / "session", tokens=TOKENS, model=fingerprint)
-        return {"fingerprint": fingerprint, "rows": rows_of(decoder.kv)}
+        model = decoder.weights.content_hash()
+        decoder.kv.save(folder / "session", tokens=TOKENS, model=model)
+        return {"model": model, "rows": rows_of(decoder.kv)}
 
 
 def _chunk(folder: Path) -> dict[str, Any]:

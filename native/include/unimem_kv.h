@@ -89,7 +89,7 @@ typedef struct um_kv {
     uint64_t n_rows;              /* read */
     uint64_t usable_rows;         /* read; see um_kv_set_usable */
     uint64_t shift;               /* of a plain cache: position p is in row p - shift */
-    UM_ATOMIC(uint64_t) first;    /* no token before this position is held */
+    UM_ATOMIC(uint64_t) first;    /* read: tokens before this position were dropped for good */
     UM_ATOMIC(uint64_t) reserved; /* rows that are reserved and not committed */
     UM_ATOMIC(uint64_t) * end;    /* of each layer, the position behind its last token */
     UM_ATOMIC(uint64_t) * top;    /* of each layer, the highest `end`; n_rows before it, a ring has
@@ -245,8 +245,9 @@ UM_API UM_CHECKED um_status um_kv_move(um_kv *kv, uint64_t row, um_error *err);
  * the cache up. Only these, um_kv_append, um_kv_append_all and um_kv_read touch the storage. */
 UM_API void um_kv_set_mover(um_kv *kv, um_kv_mover *mover, void *context);
 /* Declares that the rows hold n tokens before next_position: a plain cache in rows [0, n), a ring
- * in the rows of their positions. UM_E_INVALID: n is above next_position, max_seq_len, the usable
- * rows or the window. */
+ * in the rows of their positions. Tokens before these were dropped, unless they fill the window of
+ * a ring: then the ring lacks them, as if it had overwritten them, and no crop shows a part of a
+ * window. UM_E_INVALID: n is above next_position, max_seq_len, the usable rows or the window. */
 UM_API UM_CHECKED um_status um_kv_adopt(um_kv *kv, uint64_t next_position, uint64_t n,
                                         um_error *err);
 

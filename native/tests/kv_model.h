@@ -615,13 +615,13 @@ static inline um_status do_adopt(kv_model *m, uint64_t next_position, uint64_t n
     um_error expected =
         answer(n > next_position || n > most || n > m->spec.max_seq_len ? UM_E_INVALID : UM_OK);
     if (expected.status == UM_OK) {
-        m->first = next_position - n;
+        m->first = model_is_ring(m) && n == m->spec.window ? 0 : next_position - n;
         m->row = m->reserved = 0;
         memset(m->holder, 0xFF, m->spec.n_layers * m->storage.n_rows * sizeof *m->holder);
         for (uint32_t layer = 0; layer < m->spec.n_layers; layer++) {
             m->next[layer] = next_position;
         }
-        take_rows(m, m->first, n);
+        take_rows(m, next_position - n, n);
     }
     return ANSWER(m, expected, um_kv_adopt(&m->kv, next_position, n, &test_err));
 }

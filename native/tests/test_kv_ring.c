@@ -107,6 +107,34 @@ TEST(crop) {
     CHECK_EQ(test_err.limit, 8);
 }
 
+/* What was not saved is not there; what was dropped leaves the window short. */
+TEST(crop_of_adopted_tokens) {
+    AUTO_MODEL m = ring_model(2, 12);
+    um_kv *kv = &m.kv;
+    CHECK_EQ(do_adopt(&m, 40, 12), UM_OK);
+    check_shown(&m, 28, 40);
+    CHECK_EQ(um_kv_oldest_position(kv), 28);
+    CHECK_EQ(um_kv_lowest_crop(kv), 40);
+    CHECK_EQ(um_kv_lost_before(kv, 39), 28);
+    CHECK_EQ(um_kv_lost_before(kv, 40), 0);
+    CHECK_EQ(do_crop(&m, 11), UM_E_INVALID);
+    CHECK_EQ(test_err.limit, 12);
+    append_everywhere(&m, 3);
+    CHECK_EQ(um_kv_lowest_crop(kv), 40);
+    CHECK_EQ(do_crop(&m, 9), UM_OK);
+    check_shown(&m, 28, 40);
+    /* All tokens from the beginning on, and some that are left of a trim. */
+    CHECK_EQ(do_adopt(&m, 12, 12), UM_OK);
+    CHECK_EQ(do_crop(&m, 3), UM_OK);
+    check_shown(&m, 0, 3);
+    CHECK_EQ(do_adopt(&m, 40, 11), UM_OK);
+    CHECK_EQ(um_kv_lowest_crop(kv), 29);
+    CHECK_EQ(do_crop(&m, 3), UM_OK);
+    check_shown(&m, 29, 32);
+    CHECK_EQ(do_adopt(&m, UINT64_MAX, 12), UM_OK);
+    CHECK_EQ(um_kv_seq_len(kv), 12);
+}
+
 /* A ring beside a plain cache of other layers, which says where tokens begin, and how many fit. */
 TEST(beside_another) {
     AUTO_MODEL m = ring_model(1, 12);

@@ -436,6 +436,7 @@ class Layout(Lifetimes[Tape]):
             "kv_dtype": kv_dtype,
             "window": window,
             "threads": threads,
+            "engine": "unimem",
             **placement,
         }
         strict = flag(placement.get("strict", False), "strict")

@@ -48,6 +48,10 @@ def invented(areas: Iterable[Area], present: Iterable[int] = ()) -> Invented:
     return Invented(1, "invented", "", 0, tuple(areas), 0, 0, 1, present=frozenset(present))
 
 
+def vars_of(process: Invented) -> dict[str, Any]:
+    return {name: getattr(process, name) for name in process.__dataclass_fields__}
+
+
 def area(start: int, n_pages: int, in_ram: int = 0, path: str = "", **fields: Any) -> Area:
     """Make an area at a page of `BASE`, with some of its pages in RAM."""
     address = BASE + start * PAGE
@@ -114,7 +118,7 @@ def processes(draw: st.DrawFn) -> tuple[Invented, list[Entry]]:
         rss = sum(there) * PAGE
         on_node = draw(st.integers(0, sum(there))) * PAGE
         areas.append(area(
-            page, n, sum(there),
+            page, n, sum(there), offset=page * PAGE,
             path=draw(st.sampled_from(["", "[heap]", "/data/a.bin", "/memfd:x (deleted)"])),
             access=draw(st.sampled_from(["rw-p", "r--s", "---p"])),
             pss_bytes=draw(st.integers(0, rss)),
@@ -220,7 +224,7 @@ def test_pagemap_is_read_only_when_needed() -> None:
             raise AssertionError
 
     known = invented([area(0, 2, 2), area(4, 2), area(8, 2, 1)])
-    process = Silent(**{name: getattr(known, name) for name in known.__dataclass_fields__})
+    process = Silent(**vars_of(known))
     entries = [
         entry(("a", 9), ("kv", 2 * PAGE - 9)),
         entry(("a", 9), ("kv", 2 * PAGE - 9), address=BASE + 4 * PAGE),
@@ -256,6 +260,49 @@ def test_a_ring_s_memory_counts_once_and_its_pages_by_share() -> None:
     assert row.nbytes == mapping.nbytes == row.resident_bytes == 4 * PAGE
     assert row.granted is not None
     assert row.granted.resident_bytes == 8 * PAGE  # as in the Rss of the process
+
+
+def test_what_several_areas_map_of_a_file_counts_once() -> None:
+    file, lib = "/data/a.bin", "/lib/libm.so.6"
+    areas = [
+        area(0, 4, 4, file, offset=2 * PAGE),
+        area(10, 3, 1, file),  # the third of its pages is mapped above, too
+        area(20, 9, 0, file, offset=PAGE),
+        area(40, 2, 1, file, offset=PAGE, access="---p"),
+        area(50, 2, 2, file, anonymous_bytes=PAGE),  # nobody asks which of them is a copy
+        area(60, 2, 1, lib, access="r-xp"),
+        area(70, 2, 1, lib),
+    ]
+    mappings, rows = attribute(invented(areas))
+    assert [each.nbytes // PAGE for each in mappings] == [0, 3, 7, 0, 2, 2, 2]
+    assert sizes(rows) == {"files": 12 * PAGE, "libraries": 4 * PAGE}
+    assert_adds_up(invented(areas), mappings, rows)
+
+
+def test_copies_of_weights_are_apart_and_hide_nothing_of_another_mapping() -> None:
+    class Written(Invented):
+        def pages_written(self, start: int, end: int) -> NDArray[np.bool_]:
+            return self.pages_in_ram(start, end)
+
+    file = {"path": "/m.gguf", "access": "rw-p"}
+    areas = [area(0, 4, 2, **file, anonymous_bytes=2 * PAGE), area(8, 4, 4, "/m.gguf")]
+    process = Written(**vars_of(invented(areas, [BASE // PAGE + 1, BASE // PAGE + 2])))
+    both = [
+        entry(
+            ("weights:f32", 2 * PAGE - 9),
+            ("weights:q8_0", 2 * PAGE + 9),
+            address=each.start,
+            path="/m.gguf",
+        )
+        for each in areas
+    ]
+    mappings, rows = attribute(process, both)
+    # The copies are the second and the third page, which the other area has, too.
+    assert sizes(rows) == {
+        "weights:written": 2 * PAGE, "weights:f32": 2 * PAGE - 9, "weights:q8_0": 2 * PAGE + 9,
+    }  # fmt: skip
+    assert [each.nbytes for each in mappings] == [3 * PAGE, 3 * PAGE]
+    assert_adds_up(process, mappings, rows)
 
 
 def test_pieces_of_a_growing_block_are_one_mapping() -> None:
@@ -379,8 +426,6 @@ import numpy as np
 kept = [np.memmap(sys.argv[1], np.uint8, "r"), mmap.mmap(-1, 1 << 20), np.ones(1 << 20)]
 kept[1][: 1 << 19] = bytes(1 << 19)
 sum(kept[0][::4096].tolist())
-print("ready", flush=True)
-sys.stdin.read()
 """
 
 
@@ -413,10 +458,3 @@ def test_another_process_adds_up_to_the_kernel_s_sums(child: int) -> None:
     assert found["shared"] == 1 << 20
     assert found["anonymous"] > 8 << 20
     assert {"allocator", "libraries", "stacks", "kernel"} < set(found)
-
-
-def test_this_process_adds_up() -> None:
-    process = read_process()
-    mappings, rows = attribute(process)
-    assert_adds_up(process, mappings, rows)
-    assert process.rss_bytes > 10 << 20

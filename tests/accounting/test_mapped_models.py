@@ -26,6 +26,7 @@ from support.kernel.huge_pages import eight_huge_pages  # noqa: F401 - a fixture
 from support.kernel.proc_maps import PAGE
 from support.models.make import TINY, write_model
 from support.processes.forks import fork
+from support.processes.running import running
 from support.processes.staged_models import may_mount
 from unimem.accounting import mapped_models
 from unimem.accounting.mapped_models import MappedModel, library_files, models
@@ -318,6 +319,43 @@ def test_a_hidden_model_is_known_by_its_name(model: Path, maps: Maps, monkeypatc
     assert found(str(unnamed)) == []
 
 
+# Maps a file of 20 MiB twice, reads all of it, and writes to 3 MiB of the second, private mapping.
+TWICE = """
+import mmap, sys
+with open(sys.argv[1], "rb") as file:
+    maps = [
+        mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | write)
+        for flags, write in ((mmap.MAP_SHARED, 0), (mmap.MAP_PRIVATE, mmap.PROT_WRITE))
+    ]
+for memory in maps[: int(sys.argv[2])]:
+    sum(memory[:: mmap.PAGESIZE])
+maps[1][4 << 20 : 7 << 20] = bytes(3 << 20)
+"""
+
+
+@pytest.mark.parametrize("n_read", [1, 2])
+def test_a_file_that_is_mapped_twice_counts_once_and_written_copies_apart(
+    tmp_path: Path, n_read: int
+) -> None:
+    path = tmp_path / "twice.gguf"
+    path.write_bytes(blob("GGUF", 20 * MIB))
+    nbytes = -(-path.stat().st_size // PAGE) * PAGE
+    with running(TWICE, path, n_read) as pid:
+        report = um.report(pid)
+    (model,) = report.facts["models"]
+    assert (model["nbytes"], model["rss_bytes"], model["written_bytes"]) == (
+        nbytes, nbytes, 3 * MIB
+    )  # fmt: skip
+    page = " ".join(str(report).split())
+    assert "twice.gguf (20.0 MiB, all in RAM; 3.0 MiB written, in private copies)" in page
+    found = {row.category: row for row in report.rows if row.category.startswith("weights")}
+    assert found["weights:written"].nbytes == found["weights:written"].resident_bytes == 3 * MIB
+    assert found["weights:f32"].nbytes == 20 * MIB
+    assert sum(row.nbytes for row in found.values()) == nbytes + 3 * MIB
+    assert report.resident_bytes == report.facts["pss_bytes"]
+    assert report.total_bytes == sum(mapping.nbytes for mapping in report.mappings)
+
+
 def test_devices_are_no_models(maps: Maps) -> None:
     maps("/dev/zero", 2 * MIB)
     assert found("/dev/zero") == []
@@ -361,22 +399,6 @@ def test_staged_models(backing: Any, model: Path, request: pytest.FixtureRequest
         assert not any(row.category.startswith("weights") for row in keeper.rows)
         (fact,) = keeper.facts["models"]
         assert (fact["path"], fact["staged_from"]) == (held.path, str(large))
-
-
-@pytest.mark.parametrize("backing", [
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("tmpfs", "memfd")), "shm",
-])  # fmt: skip
-def test_a_stage_is_in_the_report_of_its_process(backing: Any, model: Path) -> None:
-    if backing == "tmpfs" and not may_mount():
-        pytest.skip("this process may not mount a tmpfs")
-
-    def staging_bytes() -> int:
-        return sum(row.nbytes for row in um.report().rows if row.category == "staging")
-
-    before = staging_bytes()
-    with um.stage(write_model(model.with_name("large.gguf")), backing=backing) as staged:
-        assert staging_bytes() - before >= staged.nbytes
-    assert staging_bytes() == before
 
 
 def test_staged_models_in_separate_file_systems(tmp_path: Path, maps: Maps) -> None:

@@ -38,7 +38,6 @@ NOW = sample(
     pressure=(Pressure("machine", 50.0, 25.0),), limits=(MACHINE, CGROUP),
 )  # fmt: skip
 WHO = ("4711", "server")
-HOLD = "import sys; print('ready', flush=True); sys.stdin.read()"
 COMPUTE = "print('ready', flush=True)\nwhile True: pass"
 
 
@@ -229,7 +228,7 @@ def test_metrics_of_this_process_match_its_report() -> None:
 
 @pytest.fixture
 def waiting() -> Iterator[int]:
-    with running(HOLD) as pid:
+    with running() as pid:
         yield pid
 
 

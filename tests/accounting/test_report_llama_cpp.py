@@ -143,10 +143,6 @@ def test_llama_cpp_of_a_staged_model(model: Path) -> None:
     assert 1 << 20 < known["rss_bytes"] <= known["nbytes"]
 
 
-WAIT = """
-print("ready", flush=True)
-sys.stdin.read()
-"""
 ENGINE = """
 import sys
 from unimem.engine import Decoder
@@ -160,7 +156,7 @@ decoder.generate_next_token()
 @pytest.mark.parametrize("load", ["map", "copy"])
 def test_an_engine_of_unimem(model: Path, load: str) -> None:
     pytest.importorskip("unimem_ggml", reason="the engine needs ggml: pip install ./ggml '.[run]'")
-    with running(ENGINE + WAIT, model, load) as pid:
+    with running(ENGINE, model, load) as pid:
         report, sums = read(pid, model)
     rows = {row.category: row for row in report.rows}
     assert report.facts["source"] == "published ledger"

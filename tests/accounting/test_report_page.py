@@ -36,8 +36,6 @@ for i in range(n):
 start = ctypes.addressof(ctypes.c_char.from_buffer(area))
 for i in range(0, n, 2):
     assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + i * page), page, 1) == 0
-print("ready", flush=True)
-sys.stdin.read()
 """
 
 
@@ -166,7 +164,7 @@ def test_ten_thousand_mappings_stay_small(name: str) -> None:
         "models": [
             {
                 "path": name * 20, "staged_from": name, "state": "file", "problem": name,
-                "nbytes": 1, "rss_bytes": 1,
+                "nbytes": 1, "rss_bytes": 1, "written_bytes": 0,
             }
         ] * 100,
     }  # fmt: skip

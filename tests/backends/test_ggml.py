@@ -107,9 +107,12 @@ def test_shapes_that_do_not_fit_raise(context: int) -> None:
 
 
 def test_a_full_context_raises_with_what_ggml_logged(context: int) -> None:
-    with pytest.raises(ggml.GgmlError, match="not enough space in the context's memory pool"):
+    def fill() -> None:
         for _ in range(100):
             ggml.new_tensor(context, ggml.F32, 4)
+
+    with pytest.raises(ggml.GgmlError, match="not enough space in the context's memory pool"):
+        fill()
     assert ggml.take_log() == ""
 
 

@@ -78,14 +78,6 @@ def test_libraries_of_others_open_them(folder: Path) -> None:
     assert [tensor.n_bytes for tensor in found] == [SMALL_BYTES] * 2
 
 
-@pytest.mark.usefixtures("small_files")
-def test_a_file_is_made_once(folder: Path) -> None:
-    file = weight_file(folder, "gguf", 2)
-    before = file.path.stat()
-    assert weight_file(folder, "gguf", 2) == file
-    assert file.path.stat().st_mtime_ns == before.st_mtime_ns
-
-
 @pytest.mark.parametrize(
     ("fit", "tensors"), slow_after(2, [(4, 4), (1, 1), (100, 60), (60, 60), (59, 32)])
 )

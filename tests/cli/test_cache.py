@@ -10,16 +10,13 @@ from typing import Any
 import pytest
 import xxhash
 
-from support.project.checkout import ROOT
+from support.project.documents import check_document
 
 pytest.importorskip("typer", reason="the command line needs typer: pip install '.[run]'")
 
 from support.terminal.screens import show
 from unimem.weights.files import identity_of
 from unimem.weights.repack.image_format import ImageTensor, key_of, pack
-
-jsonschema = pytest.importorskip("jsonschema", reason="for documents: pip install '.[test]'")
-SCHEMA = json.loads((ROOT / "docs/schemas/cache-1.json").read_text())
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +46,7 @@ def document(*arguments: str) -> Any:
     code, out, err = show("cache", *arguments, "--json")
     assert (code, err) == (0, ""), err
     found = json.loads(out)
-    jsonschema.Draft202012Validator(SCHEMA).validate(found)
+    check_document(found)
     return found
 
 
@@ -80,6 +77,9 @@ def test_drop(folder: Path) -> None:
     code, out, _ = show("cache", "drop", first[:6])
     assert (code, os.listdir(folder)) == (0, [])
     assert out.startswith("dropped")
+    code, out, err = show("cache", "drop", first)
+    assert (code, out) == (1, "")
+    assert "no image is kept under this name" in err
 
 
 def test_verify(folder: Path) -> None:
@@ -98,21 +98,6 @@ def test_verify(folder: Path) -> None:
     code, out, _ = show("cache", "verify")
     assert code == 1
     assert "cut off" in out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (["drop"], 2, "expected KEY, MODEL, stale or all"),
-        (["list", "--dry-run"], 2, "--dry-run is for drop"),
-        (["remove"], 2, "remove"),
-        (["drop", "none"], 1, "no image is kept under this name"),
-    ],
-)
-def test_usage(arguments: list[str], code: int, said: str, folder: Path) -> None:
-    found = show("cache", *arguments)
-    assert found[0] == code
-    assert said in found[2]
 
 
 def test_without_a_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 import unimem as um
-from support.terminal.screens import CONTROL, show, show_on_terminal
+from support.terminal.screens import CONTROL, show
 from unimem.system.machine import Finding
 
 Patch = pytest.MonkeyPatch
@@ -81,19 +81,3 @@ def test_only_willing_terminals_get_colours(amiss: um.Machine, monkeypatch: Patc
     assert [each["is_optional"] for each in document["findings"]] == [False, True]
     monkeypatch.setattr(command, "look", lambda: replace(amiss, findings=()))
     assert "\x1b[32mNothing to change.\x1b[0m" in show("doctor", columns=80).out
-
-
-def test_on_a_terminal() -> None:
-    screen = show_on_terminal("doctor")
-    assert screen.code == 0
-    assert "\x1b[2mkernel    \x1b[0mLinux" in screen.out
-
-
-def test_help_names_the_command_and_wrong_usage_ends_with_2() -> None:
-    code, out, _ = show("doctor", "--help")
-    assert code == 0
-    assert "--json" in out
-    assert "docs/doctor.md" in out
-    code, out, err = show("doctor", "--yaml")
-    assert (code, out) == (2, "")
-    assert "--yaml" in err

@@ -32,6 +32,7 @@ import unimem_exec as launch
 from support.kernel.huge_pages import no_huge_pages  # noqa: F401 -- a fixture
 from support.project.building import run, tool
 from support.project.checkout import ROOT
+from support.project.documents import check_document
 from support.terminal.screens import run_anew, show
 from unimem.system.policy import parse_numa
 
@@ -390,7 +391,6 @@ __attribute__((constructor)) static void begin(void) { kept = malloc(20 << 20); 
 
 
 def test_the_report_says_what_was_placed(tmp_path: Path) -> None:
-    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema checks the document")
     source, early, file = tmp_path / "early.c", tmp_path / "libearly.so", tmp_path / "report.json"
     source.write_text(EARLY)
     run(tool("gcc"), "-shared", "-fPIC", "-o", early, source)
@@ -402,7 +402,7 @@ def test_the_report_says_what_was_placed(tmp_path: Path) -> None:
         env=os.environ | {"LD_PRELOAD": str(early)},
     )
     document = json.loads(file.read_text())
-    jsonschema.validate(document, json.loads((ROOT / "docs/schemas/report-1.json").read_text()))
+    check_document(document)
     facts = document["facts"]["exec"]
     (ended,) = (each for each in facts["ended"] if each["requested_bytes"] == 40 * MIB)
     assert (ended["via"], ended["n"]) == ("malloc", 1)
@@ -413,15 +413,6 @@ def test_the_report_says_what_was_placed(tmp_path: Path) -> None:
     assert 20 * MIB in of_size
     assert facts["malloc_is_placed"]
     assert "libc" in facts["allocator"]
-
-
-@pytest.mark.slow  # two programs in Python: the document above shows the same
-def test_the_report_is_a_page_on_standard_error() -> None:
-    with start("kept = fill(c.malloc(30 * MIB), 30 * MIB)", "--report", "-") as process:
-        out, err = process.communicate()
-    assert (process.returncode, out) == (0, "")
-    assert "placed" in err
-    assert "30.0 MiB" in err
 
 
 # ---- models -------------------------------------------------------------------------------------

@@ -8,19 +8,15 @@ import signal
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from support.processes.running import running
 from support.terminal.html_pages import HtmlPage
 from support.terminal.screens import show, start_command
-
-HOLD = "import sys; print('ready', flush=True); sys.stdin.read()"
 
 
 def test_a_page_of_a_process(tmp_path: Path) -> None:
     path = tmp_path / "a.html"
     path.write_text("what was there")
-    with running(HOLD) as pid:
+    with running() as pid:
         assert show("report", pid, "--html", path) == (0, "", "")
     page = HtmlPage(path.read_text())
     assert f"process {pid}" in page.text
@@ -33,7 +29,7 @@ def test_a_page_of_a_process(tmp_path: Path) -> None:
 def test_a_watch_ends_with_a_page_of_the_growth(tmp_path: Path) -> None:
     path = tmp_path / "a.html"
     options = ("--watch", "--interval", 0.1, "--json", "--html", path)
-    with running(HOLD) as pid, start_command("report", pid, *options) as process:
+    with running() as pid, start_command("report", pid, *options) as process:
         assert process.stdout is not None
         n_reports = 0
         while n_reports < 2:  # reading memory has a share of a core, and is not done each time
@@ -63,15 +59,3 @@ def test_a_missing_process_has_no_page(tmp_path: Path) -> None:
         assert (screen.code, screen.out) == (1, "")
         assert "There is no process" in screen.err
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(("words", "said"), [
-    (["--html", "a"], "--html needs PID"),
-    (["1", "--html", ""], "expected the path of a file, got ''"),
-    (["1", "--html", "a", "--mappings"], "the page has them"),
-    (["1", "--html", "a", "--json"], "--json is not for --html"),
-])  # fmt: skip
-def test_wrong_usage(words: list[str], said: str) -> None:
-    screen = show("report", *words)
-    assert (screen.code, screen.out) == (2, "")
-    assert said in " ".join(screen.err.split())

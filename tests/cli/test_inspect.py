@@ -297,18 +297,9 @@ def test_content_hash(model: Path) -> None:
     assert_lines(page_of(model, "--content-hash"), f"content +{digest}")
 
 
-def test_failures(tmp_path: Path, model: Path) -> None:
-    none, broken = tmp_path / "none.gguf", tmp_path / "broken.gguf"
-    assert run(none) == (1, "", f"unimem: {none}: No such file or directory\n")
-    broken.write_bytes(model.read_bytes()[:1000])
-    code, out, err = run(broken)
-    assert (code, out) == (1, "")
-    assert err.startswith("unimem: ")
-    assert str(broken) in err
+def test_failures(model: Path) -> None:
     assert run("/proc/self/mem") == (1, "", "unimem: /proc/self/mem: Input/output error\n")
     assert run().code == run(model, "--yaml").code == 2
-    options = ("--tensors", "--residency", "--metadata", "--content-hash", "--json")
-    assert all(option in page_of("--help") for option in options)
 
 
 @pytest.mark.parametrize("header", [GGUFHeader, SafetensorsHeader])

@@ -26,12 +26,11 @@ pytest.importorskip(
 )
 
 command = importlib.import_module("unimem.cli.metrics")
-HOLD = "import sys; print('ready', flush=True); sys.stdin.read()"
 
 
 def test_a_file_for_the_textfile_collector(tmp_path: Path) -> None:
     path = tmp_path / "unimem.prom"
-    with running(HOLD) as pid:
+    with running() as pid:
         assert show("metrics", pid, "--textfile", path) == (0, "", "")
     text = path.read_text()
     assert f'unimem_process_up{{pid="{pid}"}} 1.0\n' in text
@@ -48,7 +47,7 @@ def _umask() -> int:
 
 
 def test_it_serves_until_a_signal() -> None:
-    with running(HOLD) as pid, start_command("metrics", pid, "--port", 0) as process:
+    with running() as pid, start_command("metrics", pid, "--port", 0) as process:
         assert process.stdout is not None
         address = process.stdout.readline().strip()
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/metrics", address)
@@ -96,19 +95,6 @@ def test_no_such_process() -> None:
     screen = show("metrics", process.pid)
     assert (screen.code, screen.out) == (1, "")
     assert f"There is no process {process.pid} here" in screen.err
-
-
-@pytest.mark.parametrize(("words", "said"), [
-    (["0"], "expected PID"),
-    (["--port", "65536"], "--port"),
-    (["--textfile", ""], "expected the path of a file, got ''"),
-    (["--textfile", "a", "--port", "1"], "leave out --port and --address"),
-    (["--textfile", "a", "--address", "::1"], "leave out --port and --address"),
-])  # fmt: skip
-def test_wrong_usage(words: list[str], said: str) -> None:
-    screen = show("metrics", *words)
-    assert (screen.code, screen.out) == (2, "")
-    assert said in " ".join(screen.err.split())
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,50 +3,17 @@
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
-import unimem as um
 from support.processes.running import running
 from unimem.cli import processes
 from unimem.cli.processes import Processes
 
-jsonschema = pytest.importorskip("jsonschema", reason="for documents: pip install '.[test]'")
-
-
 Patch = pytest.MonkeyPatch
-
-
-MODEL = Path(um.__file__).parent / "engine" / "models" / "tiny.gguf"
-
-
-HOLD = """
-import sys, unimem as um
-with um.open_weights(sys.argv[1], load="map") as weights:
-    weights.warm()
-    print("ready", flush=True)
-    sys.stdin.read()
-"""
-
-
-SHOW = """
-import sys
-from unimem.accounting.published import publish
-publish()
-print("ready", flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.fixture(scope="module")
-def holder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
-    path = Path(shutil.copy(MODEL, tmp_path_factory.mktemp("held") / "held.gguf"))
-    with running(HOLD, path) as pid:
-        yield pid, path
+SHOW = "from unimem.accounting.published import publish; publish()"
 
 
 def test_processes_are_found_by_their_models(holder: tuple[int, Path]) -> None:

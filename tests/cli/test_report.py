@@ -5,9 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import re
-import shutil
-import subprocess
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,33 +13,18 @@ from unittest.mock import Mock
 import pytest
 
 import unimem as um
-from support.processes.running import running
-from support.project.checkout import ROOT
-from support.terminal.screens import CONTROL, HOSTILE, show, show_on_terminal
+from support.project.documents import check_document
+from support.terminal.screens import CONTROL, HOSTILE, show
 from unimem.accounting.report import Mapping, Report, Row
 from unimem.cli import watch
 from unimem.cli.processes import ModelProcess, Processes
 from unimem.system.placement import Placement
 
 Patch = pytest.MonkeyPatch
-jsonschema = pytest.importorskip("jsonschema", reason="for documents: pip install '.[test]'")
 
 command = importlib.import_module("unimem.cli.report")
 
-DOCS = ROOT / "docs"
 MIB, GIB = 2**20, 2**30
-MODEL = Path(um.__file__).parent / "engine" / "models" / "tiny.gguf"
-HOLD = """
-import sys, unimem as um
-with um.open_weights(sys.argv[1], load="map") as weights:
-    weights.warm()
-    print("ready", flush=True)
-    sys.stdin.read()
-"""
-
-
-def schema(name: str) -> Any:
-    return json.loads((DOCS / "schemas" / f"{name}-1.json").read_text())
 
 
 def placed(nbytes: int, huge: int = 0, **more: Any) -> Placement:
@@ -54,7 +36,7 @@ def model(path: str, **more: Any) -> dict[str, Any]:
     return {
         "path": path, "staged_from": None, "state": "file", "format": "GGUF",
         "architecture": "llama", "name": "A model", "problem": None, "nbytes": 4 * GIB,
-        "rss_bytes": 4 * GIB, "pss_bytes": 2 * GIB,
+        "rss_bytes": 4 * GIB, "pss_bytes": 2 * GIB, "written_bytes": 0,
     } | more  # fmt: skip
 
 
@@ -135,13 +117,6 @@ processes are not ours to look at.
 def invented(monkeypatch: Patch) -> None:
     monkeypatch.setattr(command, "make_report", lambda pid: REPORT)
     monkeypatch.setattr(command, "find", lambda: FOUND)
-
-
-@pytest.fixture(scope="module")
-def holder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
-    path = Path(shutil.copy(MODEL, tmp_path_factory.mktemp("held") / "held.gguf"))
-    with running(HOLD, path) as pid:
-        yield pid, path
 
 
 @pytest.mark.usefixtures("invented")
@@ -242,7 +217,7 @@ def test_the_document_is_the_library_s(holder: tuple[int, Path]) -> None:
     assert (screen.code, screen.err, screen.out.count("\n")) == (0, "", 1)
     document, here = json.loads(screen.out), um.report(pid).to_dict()
     assert list(document) == list(here)
-    jsonschema.validate(document, schema("report"))
+    check_document(document)
     for shown, read in zip(document["rows"], here["rows"], strict=True):
         assert (shown["category"], shown["nbytes"]) == (read["category"], read["nbytes"])
     assert [each["path"] for each in document["facts"]["models"]] == [str(path)]
@@ -253,7 +228,7 @@ def test_the_list() -> None:
     assert show("report") == (0, LIST, "")
     assert "/m/a.gguf and 1 more" in show("report", columns=120).plain
     document = json.loads(show("report", "--json").out)
-    jsonschema.validate(document, schema("processes"))
+    check_document(document)
     assert document == {
         "schema": "unimem.processes/1",
         "processes": [
@@ -291,13 +266,6 @@ def test_an_empty_list_names_the_next_step(monkeypatch: Patch) -> None:
     assert "unimem report PID takes any, and ps -e lists all. 1 process is not ours" in text
 
 
-def test_no_such_process() -> None:
-    with subprocess.Popen(["true"]) as process:
-        pass
-    said = f"unimem: There is no process {process.pid} here: 'ps -e' lists those that are\n"
-    assert show("report", process.pid) == (1, "", said)
-
-
 def test_a_process_of_another_user(monkeypatch: Patch) -> None:
     said = "Process 1 (x) is of user 'root': run this as root"
     monkeypatch.setattr(command, "make_report", Mock(side_effect=PermissionError(13, said)))
@@ -321,12 +289,3 @@ def test_a_watch_gets_its_options(monkeypatch: Patch) -> None:
     assert (screen.code, screen.out) == (1, "")
     assert "3 processes have a model: name one" in screen.err
     assert show("report", 7, "--watch", "--mappings").code == 2
-
-
-def test_on_a_terminal(holder: tuple[int, Path]) -> None:
-    pid, _ = holder
-    screen = show_on_terminal("report", pid)
-    assert screen.code == 0
-    assert "\x1b[1mmemory" in screen.out
-    assert screen.widest <= 80
-    assert len(screen.lines) < 24

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +36,7 @@ from support.terminal.screens import (
     start_command,
 )
 from unimem import CapacityError
-from unimem.cli import main, terminal
+from unimem.cli import terminal
 from unimem.engine import Decoder, embedded_model
 from unimem.system import limits
 from unimem.system.limits import Limit
@@ -472,8 +471,6 @@ def sessions(model: Path, chat_model: Path) -> Path:
 
 
 @pytest.mark.parametrize(("arguments", "code", "said"), [
-    (["--resume", "nowhere"], 1, "nowhere: No such file or directory"),
-    (["--resume", "random.gguf"], 1, "random.gguf: "),
     (["--save-session", "nowhere/file"], 1, "nowhere/file: No such file or directory"),
     (["--resume", "a.session", "--kv-dtype", "f32"], 1, "a.session: the snapshot is of a"),
     (["--resume", "a.session", "--window", "9"], 1, "a.session: the snapshot is of a cache"),
@@ -567,16 +564,6 @@ def test_a_remedy_that_the_model_needs_is_shown(chat_model: Path) -> None:
         assert re.fullmatch(remedy(name), said)
 
 
-def test_help_and_unknown_commands() -> None:
-    screen = show()
-    assert screen.code == 2
-    assert "run" in screen.out + screen.err
-    assert "--kv-dtype" in page_of("--help")
-    code, out, err = show("walk")
-    assert (code, out) == (2, "")
-    assert "walk" in err
-
-
 # Generates twelve tokens, then waits for a line before more.
 GATED = f"""
 import sys
@@ -608,22 +595,6 @@ def test_a_reader_that_leaves_ends_it_quietly(model: Path) -> None:
         process.stdout = None
         _, err = process.communicate("\n")
     assert (process.returncode, err) == (1, "")
-
-
-@pytest.mark.parametrize("extra", [[], ["--json"]], ids=["plain", "json"])
-def test_a_full_disk_is_an_error(model: Path, extra: list[str]) -> None:
-    screen = run_command("run", model, "-n", "1", *ONE_THREAD, *extra, stdout="/dev/full")
-    said = f"unimem: standard output: {os.strerror(errno.ENOSPC)}\n"
-    assert (screen.code, screen.err) == (1, said)
-
-
-def test_a_closed_standard_output_is_an_error(
-    model: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", None)
-        assert main(["run", str(model)]) == 1
-    assert "standard output is closed" in capsys.readouterr().err
 
 
 def test_ctrl_c_shows_what_was_done(model: Path) -> None:

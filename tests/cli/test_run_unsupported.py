@@ -49,9 +49,9 @@ def test_an_unknown_cache_is_explained(tmp_path: Path) -> None:
     keys = {"attention.head_count": 8, "wkv.head_size": 64}
     from dataclasses import replace
 
-    family = replace(FAMILIES["gemma2"], arch="rwkv7", keys=keys)
+    family = replace(FAMILIES["gemma2"], arch="rwkv9", keys=keys)
     sentences, commands = named(write_family(tmp_path / "m.gguf", family))
-    assert "without its KV cache, since 'rwkv7' keeps a state of its own" in sentences[2]
+    assert "without its KV cache, since the file does not say which layers" in sentences[2]
     assert len(commands) == 3
 
 

@@ -458,30 +458,12 @@ def test_a_lock_refused_to_the_holder(tmp_path: Path) -> None:
     assert "ulimit -l" in said
 
 
-def test_exit_codes(model: Path, tmp_path: Path, monkeypatch: Patch) -> None:
-    bad = tmp_path / "bad.gguf"
-    bad.write_bytes(b"GGUF" + bytes(100))
-    assert run(bad)[:2] == (1, "")
-    code, out, err = run(tmp_path / "none.gguf")
-    assert (code, out) == (1, "")
-    assert "none.gguf: No such file" in err
+def test_a_model_that_does_not_fit_ends_with_3(model: Path, monkeypatch: Patch) -> None:
     does_not_fit = CapacityError("it does not fit", 0, 0, 0)
     monkeypatch.setattr(limits, "require", Mock(side_effect=does_not_fit))
     code, out, err = run(model, "--backing", "memfd")
     assert (code, out) == (3, "")
     assert "does not fit" in err
-
-
-@pytest.mark.parametrize("words", [
-    "", "m.gguf --list", "--list --drop all", "m.gguf --numa everywhere",
-    "m.gguf --pages 8k", "m.gguf --backing disk", "m.gguf --page-cache --backing shm",
-    "m.gguf --page-cache --numa bind:0", "m.gguf --page-cache --pages 2m",
-    "m.gguf --yes", "--list --dry-run",
-])  # fmt: skip
-def test_wrong_usage(words: str) -> None:
-    code, out, err = run(*words.split())
-    assert (code, out) == (2, "")
-    assert "Usage: unimem stage" in err
 
 
 def note(*, owner: int | None = None, seals: int = fcntl.F_SEAL_WRITE, **changed: Any) -> int:

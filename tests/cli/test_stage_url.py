@@ -128,20 +128,6 @@ def test_an_invalid_hash(store: ObjectServer) -> None:
     assert read_elsewhere(path) == TINY.read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ((URL, "--repack"), "stage the URL first"),
-        ((URL, "--page-cache"), "stage the URL first"),
-        ((str(TINY), "--no-verify"), "--no-verify is for the URL"),
-    ],
-)
-def test_wrong_usage(store: ObjectServer, words: tuple[str, ...], text: str) -> None:
-    screen = show("stage", *words)
-    assert screen.code == 2
-    assert text in " ".join(screen.err.replace("│", " ").split())
-
-
 def test_without_an_etag_each_call_stages_again(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("aiohttp", reason="aiohttp reads URLs: pip install '.[remote]'")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")

@@ -8,11 +8,9 @@ import os
 import re
 import signal
 import struct
-import subprocess
-import sys
 import termios
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -21,6 +19,7 @@ pytest.importorskip("unimem_ggml", reason="a decoder needs ggml: pip install ./g
 
 from rich.cells import cell_len
 
+from support.processes.running import running
 from support.terminal.screens import CONTROL, HOSTILE, MAIN, run_command, start_command
 from support.terminal.watch_samples import CGROUP, DECODER, MACHINE, MIB, SIZES, report, sample
 from unimem.accounting.samples import Sample
@@ -132,21 +131,10 @@ def test_the_document_has_figures_in_units() -> None:
 # ---- a real process -----------------------------------------------------------------------------
 
 
-@contextmanager
-def running(code: str) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as made:
-        try:
-            assert made.stdout is not None
-            assert made.stdout.readline() == "ready\n"
-            yield made
-        finally:
-            made.kill()
-
-
 @pytest.fixture(scope="module")
 def decoder() -> Iterator[int]:
-    with running(DECODER_CODE) as process:
-        yield process.pid
+    with running(DECODER_CODE) as pid:
+        yield pid
 
 
 class Watch:
@@ -216,11 +204,11 @@ def test_unwanted_colours_are_left_out(decoder: int) -> None:
 
 
 def test_the_watch_ends_with_the_process() -> None:
-    with running("print('ready', flush=True); import time; time.sleep(300)") as process:
-        watch = Watch(process.pid)
+    with running() as pid:
+        watch = Watch(pid)
         watch.until("total")
-        process.kill()
-        process.wait()
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
         last = watch.end(0)
     assert "it has ended" in last
     assert "libraries" in watch.seen

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 from unittest.mock import Mock
 
@@ -18,6 +17,7 @@ import pytest
 
 import unimem as um
 from support.gpu.host_gpu import HostDriver, numpy_of
+from support.processes import interrupts
 from support.processes.forks import in_child
 from unimem._core.status import device_ledger, ledger
 from unimem.backends import cuda_driver
@@ -236,31 +236,6 @@ def test_memory_that_cuda_keeps_stays_mapped(
     assert (mapped(), host_gpu.registered) == (before, {})
 
 
-def interrupted(run: Callable[[], object], n: int) -> bool:
-    """Interrupt it before the nth line of cuda/block.py; return False if it has fewer."""
-    n_lines = 0
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal n_lines
-        if not frame.f_code.co_filename.endswith("cuda/block.py"):
-            return None
-        if event == "line":
-            n_lines += 1
-            if n_lines == n:
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        run()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(before)
-    return n_lines >= n
-
-
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 @pytest.mark.parametrize("pinned", [False, True])
 def test_an_interrupt_leaves_nothing_half_done(
@@ -273,8 +248,8 @@ def test_an_interrupt_leaves_nothing_half_done(
     # For errors in destructors; pytest's own hook would keep the object.
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     before = mapped()
-    n = 1
-    while interrupted(use, n):
+    n = 0
+    for _ in interrupts.at_each_line(use, "cuda/block.py", also_ends=True):
         assert (host_gpu.allocated, held()) == ({}, 0)
         # Memory is mapped exactly as long as the GPU sees it.
         assert mapped() - before == sum(host_gpu.registered.values())
@@ -282,8 +257,7 @@ def test_an_interrupt_leaves_nothing_half_done(
             cuda.block._unpin(host_gpu, address)
         assert (host_gpu.registered, mapped()) == ({}, before)
         n += 1
-        assert n < 200
-    assert n > 30
+    assert 30 < n < 200
 
 
 def test_no_room(cuda: Any, host_gpu: HostDriver) -> None:

@@ -13,6 +13,7 @@ import pytest
 import unimem as um
 from support.models.decoders import WIDE_HEADS as SHAPE
 from support.models.decoders import (
+    Computation,
     append_foreign,
     computing_by,
     greedy,
@@ -33,7 +34,7 @@ CTX = 600
 @pytest.fixture(scope="module", params=["f32", pytest.param("q4_0", marks=pytest.mark.slow)])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that is mapped, and one that `auto` repacks here."""
-    path = tmp_path_factory.mktemp("model") / "m.gguf"
+    path = tmp_path_factory.mktemp("model") / f"{request.param}.gguf"
     return write_model(path, shape=SHAPE, kind=request.param)
 
 
@@ -83,8 +84,8 @@ def test_it_goes_on_as_if_it_had_not_stopped(model: Path, path: Path, kind: str)
     ):
         computed: list[int] = []
 
-        def counted(compute: Callable[[], int], graph: int) -> int:
-            computed.append(graph)
+        def counted(compute: Callable[[], int], given: Computation) -> int:
+            computed.append(given.graph)
             return compute()
 
         for n in (1, 40, 500):
@@ -271,18 +272,23 @@ def check_not_resumed(decoder: Decoder, path: Path, reason: str | None = None) -
 def test_sessions_of_other_models_are_refused(
     model: Path, decoder: Decoder, path: Path, tmp_path: Path
 ) -> None:
-    other = write_model(tmp_path / "other.gguf", shape=SHAPE, kind="f16")
-    with Decoder(other, ctx=CTX, threads=1) as foreign:
-        foreign.prefill(tokens(10))
-        foreign.save_session(path)
+    # The last has the headers of the model, and other matrices.
+    kinds: list[dict[str, Any]] = [{"kind": "f16"}, {"kind": model.stem, "seed": 1}]
+    for options in kinds:
+        other = write_model(tmp_path / "other.gguf", shape=SHAPE, **options)
+        with Decoder(other, ctx=CTX, threads=1) as foreign:
+            foreign.prefill(tokens(10))
+            foreign.save_session(path)
+        check_not_resumed(decoder, path, "session of model.*open the weights that it was saved")
+    decoder.kv.save(path, tokens=tokens(38), model=decoder.weights.fingerprint)
     check_not_resumed(decoder, path, "session of model")
-    fingerprint = decoder.weights.fingerprint
-    decoder.kv.save(path, model=fingerprint)
+    name = decoder.weights.content_hash()
+    decoder.kv.save(path, model=name)
     check_not_resumed(decoder, path, "no tokens to go on from")
-    decoder.kv.save(path, tokens=[SHAPE.vocab] * decoder.kv.seq_len, model=fingerprint)
+    decoder.kv.save(path, tokens=[SHAPE.vocab] * decoder.kv.seq_len, model=name)
     check_not_resumed(decoder, path, f"token {SHAPE.vocab} is not among")
     with um.KVCache(layers=decoder.kv.layers, max_seq_len=CTX) as kv:
-        kv.save(path, model=fingerprint)
+        kv.save(path, model=name)
     check_not_resumed(decoder, path, "layers differ")
     check_not_resumed(decoder, model)
     with pytest.raises(FileNotFoundError):

@@ -30,7 +30,7 @@ SCRIPT = """
 
     shim = ctypes.CDLL(os.environ["LD_PRELOAD"])
     # Of files in the installed package: a checkout may be called unimem, too.
-    owners = (("-packages/unimem/", 1), ("libggml", 2))
+    owners = (("-packages/unimem/", 1), ("libunimem-ggml", 2))
     prompt = [1] + [300 + i % 50 for i in range(149)]
     how = json.loads(os.environ["HOW"])
     with Decoder(os.environ["MODEL"], ctx=512, **how) as decoder:

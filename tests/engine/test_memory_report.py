@@ -61,5 +61,5 @@ def check_report(decoder: Decoder) -> None:
     assert facts["ggml"]
     assert facts["cpu_features"]
     assert facts["tinyblas"]
-    assert "6.0 KiB from malloc" in facts["ggml_own"]
+    assert "8.0 KiB from malloc" in facts["ggml_own"]
     assert "the stacks of 0 threads;" in facts["ggml_own"]  # beside the calling thread

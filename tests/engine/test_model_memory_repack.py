@@ -76,8 +76,10 @@ def test_llama_cpp_s_defaults_to_the_bit(model: Path, tmp_path: Path) -> None:
     f16 = write_model(tmp_path / "f16.gguf", kind="f16", gain=GAIN)
     mixed = llama_cpp.quantize(f16, tmp_path / "q4_k_m.gguf")
     chosen, theirs = llama_cpp.greedy(mixed, prompt, 12, ctx=512, repack=True)
-    with Decoder(mixed, ctx=512, threads=1, load="repack") as decoder:
-        assert decoder._memory.load == "repack"
+    with Decoder(mixed, ctx=512, threads=1) as decoder:
+        assert (
+            decoder._memory.load == "map"
+        )  # ggml's newer kernels are faster with K-quants as filed
         ours = logits_of(decoder, prompt, 12)
     assert ours[0] == chosen
     assert np.abs(ours[1] - theirs).max() <= 0.01 * theirs.std()

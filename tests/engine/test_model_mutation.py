@@ -147,7 +147,9 @@ def test_random_weights_of_every_type(tmp_path: Path, run_python: Run) -> None:
     # Any bits are a value of a quantized type, or not a number: tables are not left.
     shape = Shape(hidden=256, layers=1, heads=4, kv_heads=2, inner=256, vocab=300, ctx=64)
     mutants: list[tuple[Path, Mutant]] = []
-    for kind in sorted(ggml.MATMUL_TYPES.values()):
+    # gguf-py writes the files, and may lack a type that ggml has got since.
+    known = {kind.name.lower() for kind in gguf.GGMLQuantizationType}
+    for kind in sorted(name for name in ggml.MATMUL_TYPES.values() if name.lower() in known):
         path = tmp_path / f"{kind}.gguf"
         mutants += [(write_model(path, shape=shape, kind=kind, random_bits=True), [])] * 2
         if kind not in ("f16", "q8_0", "q4_K") and not tiers.everything:

@@ -102,6 +102,47 @@ def test_a_store_that_fails_costs_no_token(model: Path, store: um.KVStore) -> No
         assert decoder.kv.seq_len == 300
 
 
+@pytest.mark.parametrize("chunk_tokens", [16, 32, 48, 64, 100, 128, 256])
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_of_any_size_leave_the_text_as_it_is(
+    model: Path, tmp_path: Path, kind: str, chunk_tokens: int
+) -> None:
+    """Prompts that begin alike are restored in whole batches only."""
+    options: dict[str, Any] = {"ram_bytes": 0, "disk_bytes": 1 << 28}
+    others = [[*PROMPT[:n], *tokens(60, seed=n)] for n in (260, 200, 150)]
+    prompts = [PROMPT[:257], *others, PROMPT[:129], PROMPT]
+    with um.KVStore(tmp_path / "s", chunk_tokens=chunk_tokens, **options) as store:
+        for prompt in prompts:
+            with opened(model, **KINDS[kind]) as decoder:
+                expected, logits = logits_of(decoder, prompt, 3)
+            with opened(model, store, **KINDS[kind]) as decoder:
+                chosen, rows = logits_of(decoder, prompt, 3)
+            assert chosen == expected
+            assert np.array_equal(rows, logits)
+        assert store.stat().restored_chunks > 0
+
+
+def test_tokens_of_other_batches_are_not_put(model: Path, store: um.KVStore) -> None:
+    """A prompt that continues inside of a batch, and generated tokens, are computed anew."""
+    with opened(model) as decoder:
+        decoder.prefill(PROMPT[:100])
+        chosen = [decoder.generate_next_token() for _ in range(60)]
+        ids = [*PROMPT[:100], *chosen, *PROMPT[100:240]]
+        decoder.reset()
+        expected, logits = logits_of(decoder, ids, 3)
+    with opened(model, store) as decoder:
+        decoder.prefill(PROMPT[:100])
+        assert [decoder.generate_next_token() for _ in range(60)] == chosen
+        decoder.prefill(PROMPT[100:240])
+        assert store.stat().put_chunks == 0
+        for n_restored in (0, 2):
+            decoder.reset()
+            assert logits_of(decoder, ids, 3)[0] == expected
+            assert store.stat().restored_chunks == n_restored
+        decoder.reset()
+        assert np.array_equal(logits_of(decoder, ids, 3)[1], logits)
+
+
 def test_models_of_one_fingerprint_are_told_apart(tmp_path: Path, model: Path) -> None:
     other = write_model(tmp_path / "m.gguf", shape=SHAPE, kind="f32", seed=1)
     with um.open_weights(model, load="map") as one, um.open_weights(other, load="map") as two:
@@ -154,30 +195,14 @@ def test_windows_are_restored_whole(gemma3: Path, tmp_path: Path, kv_dtype: str)
 def test_a_hit_may_end_at_any_chunk(gemma3: Path, chunks: um.KVStore) -> None:
     size = chunks.chunk_tokens
     with opened(gemma3, chunks) as decoder:
-        decoder.prefill(LONG[:100])
-        decoder.prefill(LONG[100:])  # continues within a chunk
+        decoder.prefill(LONG[:128])
+        decoder.prefill(LONG[128:])  # continues behind a whole batch
         assert decoder._prefixes is not None
-        assert decoder._prefixes.n_stored == len(LONG) // size * size
+        assert decoder._prefixes.n_stored == 256 // size * size
         model = model_name(decoder.weights)
         for n in range(0, len(LONG), 7):
             found = chunks.longest([*LONG[:n], 1 << 20], model=model, kv=decoder.kv)
-            assert found == n // size * size
-
-
-def test_generated_tokens_are_put_as_far_as_rings_keep_them(
-    gemma3: Path, chunks: um.KVStore
-) -> None:
-    """Single tokens are put with the next prompt; rings may have dropped them by then."""
-    size = chunks.chunk_tokens
-    with opened(gemma3, chunks) as decoder:
-        chosen = logits_of(decoder, LONG[:50], 250)[0]
-        decoder.prefill(LONG[50:])
-        ids = [*LONG[:50], *chosen, *LONG[50:]]
-        model = model_name(decoder.weights)
-        # The rings had the last 176 of 300 tokens.
-        for n, end in ((150, 50), (250, 250), (len(ids), len(ids))):
-            found = chunks.longest(ids[:n], model=model, kv=decoder.kv)
-            assert found == end // size * size
+            assert found == min(n, 256) // size * size
 
 
 def test_a_chunk_that_no_ring_keeps_is_refused(gemma3: Path, store: um.KVStore) -> None:

@@ -82,16 +82,6 @@ def test_the_longest_prefix_is_found(cached: Cached) -> None:
     assert found(index, pool, [b"bb"]) == []
 
 
-def test_a_block_that_is_gone_takes_those_behind_it_along(cached: Cached) -> None:
-    index, pool, _ = cached
-    add_chain(index, pool, [b"aa", b"xx"], [7, 9])
-    pool.cached.discard(3)
-    assert found(index, pool, CHAIN) == [7]
-    assert pool.cached == {7, 9}
-    assert len(index) == 2
-    assert found(index, pool, [b"aa", b"xx"]) == [7, 9]
-
-
 def test_a_block_that_was_taken_is_cached_for_other_tokens(cached: Cached) -> None:
     index, pool, nodes = cached
     pool.cached.discard(7)

@@ -13,7 +13,6 @@ import unimem as um
 from support.contracts.kv_caches import each_call_fails
 from support.contracts.kv_model import same_bits
 from support.kernel.proc_maps import address_of
-from support.processes.forks import in_child
 from unimem._core.status import ledger
 from unimem.kv import snapshot
 
@@ -109,21 +108,6 @@ def test_states_alone() -> None:
 
 
 # ---- going back ----
-
-
-def test_a_checkpoint_brings_states_and_tokens_back() -> None:
-    with made(STATE, FULL, CONV, checkpoints=3) as kv:
-        for n in (5, 4, 6):
-            step(kv, n)
-            assert kv.checkpoint() == kv.next_position
-        step(kv, 2)
-        assert kv.checkpoints == (5, 9, 15)
-        kv.crop(9)
-        assert (kv.next_position, states_at(kv), kv.checkpoints) == (9, 9, (5, 9))
-        kv.crop(5)
-        assert (kv.next_position, states_at(kv), kv.checkpoints) == (5, 5, (5,))
-        step(kv, 3)
-        assert states_at(kv) == 8
 
 
 def test_crop_says_where_it_can_go_back_to() -> None:
@@ -294,21 +278,6 @@ def test_a_limit_counts_states() -> None:
         assert (kv.seq_len, kv.memory_usage_bytes, states_at(kv)) == (5, 64 + 5 * token, 20)
 
 
-def test_views_keep_the_memory() -> None:
-    kv = made(STATE, FULL, checkpoints=1)
-    view = kv.state(0)
-    with pytest.raises(BufferError, match="1 live views"):
-        kv.close()
-    with kv:
-        step(kv, 2)
-    assert kv.closed
-    assert (view == 2).all()
-    for call in (lambda: kv.state(0), kv.checkpoint, lambda: kv.checkpoints, kv.clear):
-        with pytest.raises(um.ClosedError, match="is closed"):
-            call()
-    del view
-
-
 def test_making_it_may_fail() -> None:
     before = ledger()["history"]["mapped_bytes"]
     for _, outcome in each_call_fails(lambda: made(STATE, FULL, checkpoints=2)):
@@ -327,21 +296,6 @@ def test_making_it_may_fail() -> None:
             assert (states_at(other), other.checkpoints) == (3, (3,))
             step(other)
             assert states_at(kv) == 3
-
-
-def test_a_forked_child_has_a_copy() -> None:
-    with made(STATE, FULL, checkpoints=1) as kv:
-        step(kv, 2)
-        kv.checkpoint()
-
-        def child() -> bool:
-            step(kv)
-            kv.crop(2)
-            return states_at(kv) == 2
-
-        assert in_child(child)
-        step(kv)
-        assert states_at(kv) == 3
 
 
 # ---- what is refused ----
@@ -397,18 +351,10 @@ def test_a_layer_has_tokens_or_a_state() -> None:
             (lambda: kv.address(0, "k"), "keeps a state"),
             (lambda: kv.row_of(0), "keeps a state"),
             (lambda: kv.state(1), r"layer 1 keeps tokens and no state: expected layer\(1\)"),
-            (lambda: kv.state(2), "expected a layer from 0 to 1"),
             (kv.checkpoint, "no room for one: make it with checkpoints="),
         ):
             with pytest.raises(ValueError, match=said):
                 call()
-    with um.KVCache(1, 2, 64, 8) as equal, made(FULL) as full:
-        for cache in (equal, full):
-            assert cache.checkpoints == ()
-            with pytest.raises(ValueError, match="layer 0 keeps tokens and no state"):
-                cache.state(0)
-            with pytest.raises(ValueError, match="no layer keeps a state"):
-                cache.checkpoint()
 
 
 # ---- snapshots ----

@@ -34,6 +34,8 @@ def test_sizes_are_those_of_numpy(name: str) -> None:
         ("q8_0,q4_0", ("q8_0", "q4_0")),
         ("bf16", ("bf16", "bf16")),
         (np.float16, ("f16", "f16")),
+        (np.dtype("f4"), ("f32", "f32")),
+        ("bfloat16", ("bf16", "bf16")),
         ("float32,f16", ("f32", "f16")),
         (ml_dtypes.bfloat16, ("bf16", "bf16")),
     ],

@@ -146,16 +146,6 @@ def test_q8_0_is_what_is_stored(dtype: str) -> None:
         assert kvm.same_bits(wide[0].swapaxes(0, 1), kvm.as_float32(kvm.stored(rows, "q8_0")))
 
 
-def test_q8_0_of_q8_0_is_not_converted() -> None:
-    rows = kvm.stored(kvm.given(np.random.default_rng(5), (4, 2, 64), "float32"), "q8_0")
-    with um.KVCache(1, 2, 64, 8, dtype="q8_0") as kv, um.KVCache(1, 2, 64, 8) as other:
-        kv.append(0, rows, rows)
-        assert kvm.same_bits(kv.layer(0)[1][0].swapaxes(0, 1), rows)
-        with pytest.raises((TypeError, ValueError)):
-            other.append(0, rows, rows)
-        assert other.is_empty
-
-
 # ---- views and copies ----
 
 

@@ -277,7 +277,7 @@ def test_layers_that_differ_are_refused_by_name(name: str, tmp_path: Path) -> No
 def test_a_mixture_is_planned_as_its_file_is(arch: str, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(gguf(arch, *EXPERTS, **keys_of(64, 16)))
-    plan = um.plan(path, ctx=100)
+    plan = um.plan(path, ctx=100, engine="unimem")
     rows = {row.category: row.nbytes for row in plan.rows}
     with um.open_weights(path) as weights:
         assert rows["weights:f32"] == weights.nbytes

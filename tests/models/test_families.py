@@ -12,68 +12,39 @@ from typing import Any
 import pytest
 
 import unimem as um
+from support.models.family_models import FAMILIES, FamilyModel, write_family
+from support.project.checkout import ROOT
+from support.terminal.screens import show
 from unimem.models import families, shapes
 from unimem.models.dims import ArchMetadata
-from unimem.models.families import KeptRows, KeptState
+from unimem.models.families import KeptLayer, KeptRows, KeptState
 from unimem.models.fields import MetadataFields
 from unimem.planning.needs import PREFILL_BATCH
 
-pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
 
-from support.models.family_models import FAMILIES, write_family
-from support.project.checkout import ROOT
-from support.project.tiers import slow_after
-from support.terminal.screens import show
-
-MIB = 1 << 20
-STREAMS = 8  # whose states are large enough for llama.cpp's two digits
-
-
-def layers_of(path: Path) -> tuple[Any, ...]:
-    with um.open_weights(path, load="map") as weights:
-        return shapes.from_weights(weights).layers
+def kept(model: FamilyModel) -> tuple[KeptLayer, ...]:
+    """Return the layers of a family's model."""
+    own = {"block_count": model.layers, "embedding_length": model.hidden} | model.keys
+    meta = ArchMetadata({f"{model.arch}.{key}": value for key, value in own.items()}, model.arch)
+    family = families.of_architecture(model.arch)
+    assert family is not None
+    return families.layers_of(family, MetadataFields(meta, model.arch))
 
 
-def mib(nbytes: float) -> float:
-    return round(nbytes / MIB, 2)
-
-
-@pytest.mark.parametrize("name", slow_after(1, sorted(FAMILIES, key="gemma3".__ne__)))
-def test_llama_cpp_keeps_the_same(tmp_path: Path, name: str) -> None:
-    pytest.importorskip("cyllama", reason="cyllama is llama.cpp: pip install '.[test]'")
-    from support.models import llama_cpp
-
-    path = write_family(tmp_path / "m.gguf", FAMILIES[name])
-    layers = layers_of(path)
-    rows = [one for one in layers if isinstance(one, KeptRows)]
-    states = [one for one in layers if isinstance(one, KeptState)]
-    windows = sorted({one.window for one in rows}, key=lambda window: window or 0)
-    ctx = 2 * max([1024, *(window for window in windows if window)])
-    caches, recurrent = llama_cpp.kept(path, ctx, STREAMS if states else 1)
-
-    assert len(caches) == len(windows)
-    for window, cache in zip(windows, caches, strict=True):
-        own = [one for one in rows if one.window == window and one.share_of is None]
-        assert cache.layers == [one.block for one in own]
-        assert cache.shared == {
-            one.block: layers[one.share_of].block
-            for one in rows
-            if one.window == window and one.share_of is not None
-        }
-        # llama.cpp rounds the window and a batch up to 256 cells (llama_kv_cache_iswa).
-        least = ctx if window is None else window + llama_cpp.BATCH
-        assert cache.n_cells == -(-least // 256) * 256
-        for part, said in (("k_size", cache.k_mib), ("v_size", cache.v_mib)):
-            values = sum(one.n_kv_heads * getattr(one, part) for one in own)
-            assert mib(2 * values * cache.n_cells) == said  # float16
-    if not states:
-        assert recurrent is None
-        return
-    assert recurrent is not None
-    assert recurrent.n_cells == STREAMS
-    assert recurrent.layers == sorted({one.block for one in states})
-    for every_second, said in ((states[::2], recurrent.k_mib), (states[1::2], recurrent.v_mib)):
-        assert mib(STREAMS * sum(one.nbytes for one in every_second)) == said
+@pytest.mark.parametrize(
+    ("name", "own", "shown"),
+    [
+        # Blocks behind the last with rows of its own show those of the last one like them.
+        ("gemma3n", 20, {None: 19, 512: 18}),
+        ("gemma4", 6, {None: 5, 512: 4}),
+    ],
+)
+def test_later_layers_show_the_rows_of_others(
+    name: str, own: int, shown: dict[int | None, int]
+) -> None:
+    for layer in kept(FAMILIES[name]):
+        assert isinstance(layer, KeptRows)
+        assert layer.share_of == (None if layer.block < own else shown[layer.window])
 
 
 def test_what_is_planned_is_what_a_cache_takes(tmp_path: Path) -> None:
@@ -133,7 +104,7 @@ def test_rings_of_other_heads_of_v_are_planned(
 ) -> None:
     family = replace(FAMILIES[name], keys=FAMILIES[name].keys | keys)
     path = write_family(tmp_path / "m.gguf", family)
-    plan = um.plan(path, ctx=1000, pages="4k", window=window, kv_dtype="q8_0")
+    plan = um.plan(path, ctx=1000, pages="4k", window=window, kv_dtype="q8_0", engine="unimem")
     layers: Any = plan.cache_layers()
     if window is not None:
         layers = [replace(layer, window=window) for layer in layers]
@@ -156,12 +127,12 @@ def test_a_window_of_ones_own_is_for_layers_that_keep_more(tmp_path: Path) -> No
 
 
 def test_the_page_has_every_family() -> None:
-    page = (ROOT / "docs/accounting.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/plan.md").read_text(encoding="utf-8")
     table = page[page.index("| family | GGUF |") : page.index("- A `config.json` may list")]
     named = set(re.findall(r"`([\w-]+)`", table))
     own = {name for one in families.FAMILIES for name in one.architectures}
     # Of model types, those whose layers all keep all tokens are in the table of the code.
-    own |= {name for one in families.FAMILIES[2:] for name in one.model_types}
+    own |= {name for one in families.FAMILIES[4:] for name in one.model_types}
     assert own - named == set()
 
 
@@ -262,15 +233,9 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_says_the_same_as_metadata(name: str) -> None:
     family, config = CONFIGS[name]
-    model = FAMILIES[family]
     n = config.get("text_config", config)["num_hidden_layers"]
-    own = {"block_count": n, "embedding_length": model.hidden} | model.keys
-    meta = ArchMetadata({f"{model.arch}.{key}": value for key, value in own.items()}, model.arch)
-    found = families.of_architecture(model.arch)
-    assert found is not None
-    expected = families.layers_of(found, MetadataFields(meta, model.arch))
     shape = shapes.from_config(config, "")
-    assert shape.layers == expected
+    assert shape.layers == kept(replace(FAMILIES[family], layers=n))
     assert {one.block for one in shape.layers} == set(range(n))
     assert not any(text.startswith("the KV cache:") for text in shape.unknown)
 

@@ -49,7 +49,9 @@ def test_a_config_gives_dimensions_and_layers() -> None:
 def test_what_is_not_known_has_a_reason(change: dict[str, Any], unknown: list[str]) -> None:
     shape = from_config(LLAMA | change, "")
     assert shape.dims is None
-    assert [text.partition(":")[0] for text in shape.unknown] == unknown
+    texts = filter(None, (shape.no_scratch, *shape.unknown))
+    assert [text.partition(":")[0] for text in texts] == unknown
+    assert shape.is_counted == ("the KV cache" not in unknown)
 
 
 def test_a_config_is_read_beside_the_model(tmp_path: Path) -> None:
@@ -67,7 +69,9 @@ def test_a_config_is_read_beside_the_model(tmp_path: Path) -> None:
         assert why in reason
     config.write_text(json.dumps(LLAMA))
     assert read_config(model, read) == (LLAMA, "")
-    assert from_config(None, "why").unknown == ("the KV cache: why", "the scratch: why")
+    shape = from_config(None, "why")
+    assert (shape.unknown, shape.no_scratch) == (("the KV cache: why",), "the scratch: why")
+    assert not shape.is_counted
 
 
 def test_the_longest_context_is_bounded_by_the_window_of_all_layers() -> None:

@@ -125,6 +125,14 @@ BASE = {
 }
 
 
+STATES = {"ssm.conv_kernel": 4, "ssm.inner_size": 64, "ssm.state_size": 16}
+MLA = {
+    **{"attention.kv_lora_rank": 512, "attention.key_length_mla": 192},
+    "attention.value_length_mla": 128,
+}
+INDEX = {"attention.indexer.key_length": 16, "attention.indexer.top_k": 8}
+
+
 def rows(plan: um.Plan) -> dict[str, int]:
     return {row.category: row.nbytes for row in plan.rows}
 
@@ -134,42 +142,59 @@ def in_pages(nbytes: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("keys", "values_of_a_token"),
+    ("arch", "keys", "values_of_a_token", "n_states"),
     [
-        ({}, 4 * 2 * (32 + 32)),
-        ({"attention.value_length": 64}, 4 * 2 * (32 + 64)),
-        ({"attention.head_count_kv": [1, 2, 3, 4]}, 10 * (32 + 32)),
-        # Layers without attention.
-        ({"attention.head_count_kv": [0, 2, 0, 2], "ssm.state_size": 16}, 4 * (32 + 32)),
-        ({"attention.sliding_window": 512}, 4 * 2 * (32 + 32)),
-        ({"attention.causal": False}, 0),
+        # Of an architecture that nobody knows, what is certain.
+        ("gemma9", {}, 4 * 2 * (32 + 32), 0),
+        ("gemma9", {"attention.value_length": 64}, 4 * 2 * (32 + 64), 0),
+        ("gemma9", {"attention.head_count_kv": [1, 2, 3, 4]}, 10 * (32 + 32), 0),
+        ("gemma9", {"attention.head_count_kv": [0, 2, 0, 2], **STATES}, 4 * (32 + 32), 2),
+        ("gemma9", {"attention.sliding_window_pattern": [0, 1, 0, 1]}, 4 * 2 * (32 + 32), 0),
+        ("gemma9", {"full_attention_interval": 2, **STATES}, 4 * (32 + 32), 2),
+        ("gemma9", {"attention.recurrent_layers": [1, 0, 1, 1], **STATES}, 2 * (32 + 32), 3),
+        ("gemma9", {"nextn_predict_layers": 1}, 3 * 2 * (32 + 32), 0),
+        ("gemma9", MLA, 4 * 2 * 32, 0),
+        ("gemma9", INDEX, 4 * (2 * (32 + 32) + 16), 0),
+        ("llama", {"attention.sliding_window": 512}, 4 * 2 * (32 + 32), 0),
+        ("t5", {}, 4 * 2 * (32 + 32), 0),
+        ("nanbeige", {"num_loops": 3}, 3 * 4 * 2 * (32 + 32), 0),
+        ("gemma9", {"attention.head_count": [8, 4, 2, 1]}, 4 * 2 * (32 + 32), 0),
+        ("bert", {}, 0, 0),
+        ("clip", {"block_count": "none"}, 0, 0),
     ],
 )
-def test_the_cache_of_an_unsupported_architecture(
-    tmp_path: Path, keys: dict[str, Any], values_of_a_token: int
+def test_the_cache_is_what_the_keys_of_a_file_say(
+    tmp_path: Path, arch: str, keys: dict[str, Any], values_of_a_token: int, n_states: int
 ) -> None:
-    path = write(tmp_path / "m.gguf", "gemma9", BASE | keys)
+    path = write(tmp_path / "m.gguf", arch, BASE | keys)
+    states = n_states * 4 * (3 * 64 + 64 * 16)
     for ctx in (64, 1000):
-        plan = um.plan(path, ctx=ctx, pages="4k", batch=3)
-        assert rows(plan).get("kv", 0) == in_pages(3 * 2 * values_of_a_token * ctx)
+        plan = um.plan(path, ctx=ctx, batch=3, engine="llama.cpp")
+        cells = -(-ctx // 256) * 256
+        assert rows(plan).get("kv", 0) == 3 * (2 * values_of_a_token * cells + states)
+    known = arch != "gemma9"
+    assert (plan.verdict, plan.fits) == (("fits", True) if known else ("at least", None))
+    assert any("that unimem does not know" in text for text in plan.unknown) != known
     assert "scratch" not in rows(plan)
     assert any(text.startswith("the scratch") for text in plan.unknown)
-    bound = any("keeps less" in text or "the state of" in text for text in plan.unknown)
-    assert bound == ("ssm.state_size" in keys or "attention.sliding_window" in keys)
     assert plan.max_ctx == 8192
     assert um.plan(path).ctx == 4096
-    # If all layers are alike, the plan has the size of a cache.
-    if not keys:
-        assert plan.history_bytes == um.KVCache.storage_bytes(4, 2, 32, 1000, batch=3)
+
+
+def test_a_window_without_a_list_is_that_of_all_layers(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", "gemma9", BASE | {"attention.sliding_window": 512})
+    assert rows(um.plan(path, ctx=4096))["kv"] == 2 * 4 * 2 * (32 + 32) * (512 + 512)
 
 
 def test_states_take_whole_lanes_for_each_stream(tmp_path: Path) -> None:
-    ssm = {"ssm.conv_kernel": 4, "ssm.inner_size": 5, "ssm.state_size": 3, "ssm.time_step_rank": 4}
-    keys = {"block_count": 4, "embedding_length": 64, "context_length": 512} | ssm
-    plan = um.plan(write(tmp_path / "m.gguf", "mamba", keys), pages="4k", batch=300)
+    keys = {"block_count": 4, "embedding_length": 64, "context_length": 512}
+    keys |= STATES | {"ssm.inner_size": 5, "ssm.state_size": 3}
+    path = write(tmp_path / "m.gguf", "mamba", keys)
     # Three columns of the convolution and three values of a state for each of five channels, in
-    # four bytes: 120 of 128 bytes.
+    # four bytes: 120 of 128 bytes. llama.cpp has no lanes.
+    plan = um.plan(path, pages="4k", batch=300, engine="unimem")
     assert rows(plan)["kv"] == in_pages(300 * 4 * 128)
+    assert rows(um.plan(path, batch=300))["kv"] == 300 * 4 * 120
 
 
 # Worked out by hand, by the rules that `scratch_parts` states.
@@ -182,17 +207,17 @@ SCRATCH: dict[str, tuple[tuple[Any, ...], dict[str, int]]] = {
         },
     ),
     "tiles of attention are": (
-        (um.ModelDims(128, 60, 4, 4, 32, 500, 1, 2048), 1, 5, [1, 7], None),
+        (um.ModelDims(128, 60, 4, 4, 512, 500, 1, 2048), 1, 5, [1, 7], None),
         {
             **{"headers": 368 * 26 + 2 * (56 * 436 + 4096), "inputs": 8 + 204 + 228 + 388},
-            **{"values": 4 * 768 + 4096, "work": 20 * (8192 + 8192) + 384, "logits": 2000},
+            **{"values": 4 * 6528 + 4096, "work": 20 * (131072 + 8192) + 384, "logits": 2000},
         },
     ),
     "partial results are": (
-        (um.ModelDims(64, 60, 2048, 2, 4, 500, 1, 2048), 1, 2, [1], None),
+        (um.ModelDims(64, 60, 2048, 2, 128, 500, 1, 2048), 1, 2, [1], None),
         {
             **{"headers": 368 * 26 + 2 * (56 * 436 + 4096), "inputs": 8 + 204 + 388},
-            **{"values": 4 * (192 + 3 * 8192) + 4096, "work": 8 * (12288 + 12) + 192},
+            **{"values": 4 * (192 + 3 * 262144) + 4096, "work": 8 * (266240 + 384) + 192},
             "logits": 2000,
         },
     ),
@@ -202,6 +227,14 @@ SCRATCH: dict[str, tuple[tuple[Any, ...], dict[str, int]]] = {
             **{"headers": 368 * 44 + 2 * (142 * 436 + 4096), "inputs": 1024 + 52816 + 1184},
             **{"values": 512 * (192 + 560 + 188) + 4096, "logits": 2000},
             "work": 256 * 64 + 8 * (60 * 513 + 4) + 64 * 61 + 128,
+        },
+    ),
+    "a batch, and a tile for each thread": (
+        (um.ModelDims(100, 300, 8, 2, 16, 500, 3, 2048), 1000, 2, [1000], None, True),
+        {
+            **{"headers": 368 * 62 + 2 * (136 * 436 + 4096), "inputs": 1024 + 259216 + 4384},
+            **{"values": 4 * 128 * 1200 + 4096, "work": 256 * 300 + 2 * 524288 + 192},
+            "logits": 2000,
         },
     ),
     "one of wide experts": (
@@ -233,8 +266,11 @@ NOTHING_KNOWN: list[tuple[str, dict[str, Any]]] = [
         for pattern in ([1, 0], ["1", "0", "1", "0"], "1")
     ),
     ("falcon-h1", BASE | {"ssm.state_size": 16, "ssm.conv_kernel": 4, "ssm.inner_size": -64}),
-    ("t5", BASE),
-    ("clip", {"has_vision_encoder": True}),
+    ("gemma9", BASE | {"attention.head_count_kv": 2} | STATES),
+    ("qwen4exp", BASE | {"ple.layers": [0]}),
+    ("nanbeige", BASE | {"num_loops": 2**31 - 1}),
+    ("gemma9", BASE | {"ple.layers": list(range(100_000))}),
+    ("deepseek4", BASE | INDEX | {"attention.compress_ratios": [4, 128]}),
     ("qwen3next", BASE | {"ssm.state_size": 16}),
     # Values that no model has.
     *(("gemma9", BASE | {"block_count": n}) for n in (2**31, -4, 2**40)),
@@ -258,6 +294,7 @@ def test_unknown_needs_are_named_without_a_figure(
     assert "kv" not in rows(plan)
     assert (plan.ctx, plan.max_ctx, plan.history_bytes) == (None, None, 0)
     assert any(text.startswith("the KV cache: ") for text in plan.unknown)
+    assert (plan.verdict, plan.fits) == ("at least", None)
     weights = sum(nbytes for name, nbytes in rows(plan).items() if name.startswith("weights"))
     assert weights == in_pages(path.stat().st_size)
     assert um.plan(path, ctx=77).ctx == 77
@@ -356,7 +393,8 @@ def test_configs(config: dict[str, Any], cache: Any) -> None:
     shape = shapes.from_config(CONFIG | config, "")
     assert shape.cache == (None if cache is None else (shapes.Layers(*cache),))
     assert shape.dims is None
-    assert shape.unknown
+    assert shape.no_scratch or shape.unknown
+    assert shape.is_counted == (cache is not None)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, '{"a": 1e999}', "x" * (5 << 20)])

@@ -393,7 +393,7 @@ def test_the_command(server: ModelServer) -> None:
     assert (screen.code, screen.err) == (0, "")
     assert screen.lines[3:5] == [f"file      {url}", "read      256.0 KiB of 1.0 MiB"]
     document = json.loads(show("plan", url, "--json").out)
-    schema = ROOT / "docs" / "schemas" / "plan-1.json"
+    schema = ROOT / "docs" / "schemas" / "plan-2.json"
     jsonschema.validate(document, json.loads(schema.read_text()))
     assert document["facts"]["read_bytes"] == 262_144
 

@@ -150,14 +150,6 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.slow  # the steps are shown above, and the process below
-@needs_llama_cpp
-def test_the_demo_is_one_screen(model: Path) -> None:
-    done = run(str(model), "--rounds", "1")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert_is_one_screen(done.stdout.splitlines(), model)
-
-
 # The demo, with a small model in the place of its own.
 SMALL_DEMO = f"""
 import sys

@@ -88,41 +88,17 @@ def other_fork(use: Callable[[], Any]) -> bool:
 TABLE = r"""
 # ---- sizes and options
 um.Block(0) -> ValueError: nbytes: expected an integer from 1
-um.Block(-1) -> ValueError: nbytes: expected
-um.Block(1.5) -> TypeError: nbytes: expected an integer, got 1.5
-um.Block(float('nan')) -> TypeError: nbytes: .*got nan
 um.Block(float('inf')) -> TypeError: nbytes: .*got inf
-um.Block(2 ** 80) -> ValueError: nbytes: expected
 um.Block(2 ** 62) -> um.CapacityError: does not fit
 um.Block(True) -> TypeError: nbytes: expected an integer, got Tr
 um.KVCache(True, 1, 8, 8) -> TypeError: n_layers: .*True
-um.Block(64, strict='no') -> ValueError: strict: expected False or T
-t.kv(grow='no') -> ValueError: grow: expected False or True, got 'no'
 t.kv(grow=1) -> ValueError: grow: expected False or True, got 1
 t.kv(grow=np.True_).grow -> fine
-um.PagedKVCache(1, 2, 8, n_blocks=2, prefix_cache='no') -> ValueError: prefix_cache: expected
-um.ForwardScratch.bytes_needed(DIMS, overlap='no') -> ValueError: overlap: expected False or True
-um.KVCache.restore(t.saved(), verify=0) -> ValueError: verify: expected
-um.Block.attach(0, writable=1) -> ValueError: writable: expected
-um.Block('1 MiB') -> TypeError: nbytes: .*'1 MiB'
 keep(um.Block(np.int64(64))) -> fine
 keep(um.Block(np.array(64))) -> fine
-um.Block(np.array([64])) -> TypeError: nbytes: expected
-um.Block(64, reserve=8) -> ValueError: reserve: expected
-um.Block(64, pages='3m') -> ValueError: pages: expected one of auto
-um.Block(64, pages=['4k']) -> ValueError: pages: expected
-um.Block(64, numa='bind:x') -> ValueError: numa: expected
-um.Block(64, numa=0) -> TypeError: numa: expected
-um.Block(64, lock=1) -> ValueError: lock: expected False, True
-um.Block(64, warm=-1) -> ValueError: warm: expected
-um.Block(64, name=b'x') -> TypeError: name: expected a string
 um.Block(64, name='\ud800') -> ValueError: name: .*surrogate
 keep(um.Block(64, name='Gedächtnis 記憶')) -> fine
-um.Block(64, shared='a/b') -> ValueError: shared:
 um.Block(64, page='4k') -> TypeError: page
-um.Block(64, category='mine') -> ValueError: category:
-um.Grid(64, 0) -> ValueError: n_cells: expected
-um.Grid(64, 2 ** 40) -> ValueError: n_cells: expected
 um.Layout('a', 1, 1) -> TypeError: Tape 'weights'.*'a'
 um.Layout(1, 1, None) -> TypeError: Tape 'history'.*got None
 um.ModelDims(64.0, *[2] * 7) -> ValueError: hidden_size must be
@@ -133,8 +109,6 @@ t.layout().scratch.take(9999) -> um.TapeFull: 'scratch'.*4096 left
 t.layout().history.take(9999) -> um.TapeFull: 'history'.*4096 left
 t.layout().weights.take(9999) -> um.TapeFull: 'weights'.*4096 left
 t.tape().take(2 ** 70) -> um.TapeFull: asked for
-t.tape().take('ab') -> TypeError: shape: expected an integer
-t.tape().take(None) -> TypeError: shape: expected an integer
 t.tape().take((1.0, 2)) -> TypeError: shape: .*got 1.0
 t.tape().take((2, -1)) -> ValueError: shape: expected
 t.tape().take((1,) * 33) -> ValueError: at most 32
@@ -145,76 +119,41 @@ t.tape().take(()).shape == () -> fine
 t.tape().take(2, 'f16').itemsize == 2 -> fine
 t.tape().take(2, '>f4').dtype == '>f4' -> fine
 t.tape().take(2, object) -> ValueError: cannot lie in raw memory
-t.tape().take(2, None) -> TypeError: dtype: expected
 t.tape().take(2, align=3) -> ValueError: power of two
-t.tape().take(2, align=0) -> ValueError: power of two
-t.tape().take(2, align='64') -> TypeError: align: expected
-t.tape().take(2, align=2 ** 70) -> ValueError: align: expected
-t.tape().take_bytes(-1) -> ValueError: nbytes: expected
-t.tape().take_address(None) -> TypeError: nbytes: expected
 t.tape().rewind(99) -> ValueError: mark: expected at most the 0
-t.tape().owns('x') -> TypeError: array_or_address: expected
 t.tape().owns(-1) is False -> fine
 (tape := t.tape()).freeze() or tape.take(1) -> um.FrozenError: frozen
 closed(t.tape()).take(1) -> um.ClosedError: Tape 'tape' is closed
 (t.tape().take(1).fill(1), True)[1] -> fine
 [t.undo and g.take() for g in [t.grid()] * 5] -> um.GridFull: 4 of 4 are used: 0 left
-t.grid().give(None) -> TypeError: cell
 t.grid().give(t.grid().take()) -> ValueError: another grid
 t.grid().take().as_array('f8', 9) -> ValueError: needs 72 bytes
 t.block().as_array('u1', None, 2 ** 40) -> ValueError: offset
-t.block().advise('faster') -> ValueError: advice: expected
 np.asarray(t.block(), 'f4', copy=False) -> ValueError: copy
 # ---- caches
-append(t.kv(), [[1.0]]) -> TypeError: k: expected a NumPy array
-append(t.kv(), None) -> TypeError: k: expected a NumPy array
-append(t.kv(), rows(0)) -> fine
 append(t.kv(), rows(2, '>f4')) -> fine
 append(t.kv(), rows(4)[::2]) -> fine
 append(t.kv(), np.asfortranarray(rows(3))) -> fine
 append(t.kv(), rows(1, ml_dtypes.bfloat16)) -> fine
-append(t.kv(), rows(1, 'f8')) -> TypeError: k: .*got float64
-append(t.kv(), rows(1, bool)) -> TypeError: k: .*got bool
 append(t.kv(), rows(1, object)) -> TypeError: k: .*got object
 append(t.kv(), np.array(F32(1))) -> ValueError: k and v
 append(t.kv(), rows(1), rows(2)) -> ValueError: one shape
 append(t.kv(), rows(), rows(1, 'f2')) -> TypeError: one dtype
-t.kv().append('0', rows(), rows()) -> TypeError: layer: expected
-t.kv().append(-1, rows(), rows()) -> ValueError: layer: expected
 t.kv().layer(2) -> ValueError: i: expected a layer from 0 to 1
 append(t.kv(), rows(20)) -> um.CacheFull: 3 of 16.*13 left
 t.kv().layer(0, 'f4', out=(1,)) -> ValueError: out: expected two
-t.kv().layer(0, 'f4', out=1) -> TypeError: out: expected two
-t.kv().layer(0, 'int8') -> ValueError: dtype: expected
-t.kv().crop(4) -> ValueError: expected n of at most 3
 t.kv().crop(np.uint8(2)) is None -> fine
-t.kv().trim_to(-1) -> ValueError: n: expected an integer from 0
 t.kv().commit(1) -> RuntimeError: reserve
-t.kv().enforce_memory_limit(None) -> TypeError: max_bytes: expected
-t.kv(dtype='q3') -> ValueError: dtype: expected one of f32
 t.kv(window=17) -> ValueError: window: expected at most
-t.kv(window=0) -> ValueError: window: expected an integer from 1
-um.KVCache(1, 1, 8, 0) -> ValueError: max_seq_len: expected
-um.KVCache(1, 1, 8, 2 ** 40) -> ValueError: max_seq_len: expec
-um.KVCache(1, 1, 8, 8, batch=0) -> ValueError: batch: expected
 t.kv(budget_bytes=1) -> um.CacheFull: budget_bytes=1
-um.KVCache(1, 1, 8, 8, tape='t') -> TypeError: tape: expected a
 um.KVCache(9, 9, 64, 99, tape=t.tape()) -> um.TapeFull: left
 um.KVCache(1, 1, 8, 8, tape=closed(t.tape())) -> um.ClosedError: Tape 'tape' is closed
 closed(t.layout()).attach(t.kv()) -> um.ClosedError: Layout
-t.layout().attach('kv') -> TypeError: cache: expected a KVCache
-append(closed(t.kv()), rows()) -> um.ClosedError: is closed
-um.KVCache.for_dims({}) -> TypeError: dims: expected ModelDims
-t.paged().sequence('hello') -> TypeError: tokens: expected
 t.paged().sequence([-5]) -> ValueError: tokens: expected ids
-t.sequence().gather(0, [[], []]) -> TypeError: out: expected
 closed(t.sequence()).fork() -> um.ClosedError: is closed
-t.pad().append(np.ones(5, F32)) -> ValueError: vec of shape
-t.pad().append(np.ones(4, int)) -> TypeError: expected an array
 t.pad().append_batch(np.ones((6, 4), F32)) -> um.CacheFull: 3 of 8 are used: 5 left
 t.paged_pad().get_token(3) -> IndexError: expected i of
 # ---- paths, plans and reports
-um.open_weights(None) -> TypeError: path: expected the path of a file
 um.open_weights(3) -> TypeError: path: expected the path of a file
 um.open_weights(io.BytesIO(b'GGUF')) -> TypeError: path: expected
 um.open_weights('') -> FileNotFoundError: No such file
@@ -228,9 +167,6 @@ um.open_weights(made(t.folder, 'm.gguf', MODEL.read_bytes()[:99])) -> um.GGUFErr
 um.open_weights(fifo(t.folder)) -> OSError: regular file
 um.open_weights('/dev/null') -> OSError: regular file
 keep(um.open_weights(made(t.folder, 'Modell 模型.gguf', MODEL.read_bytes()))) -> fine
-t.weights(load='fast') -> ValueError: load: expected one
-t.weights(threads=0.5) -> TypeError: threads: expected an integer
-t.weights(progress='bar') -> TypeError: progress: expected
 closed(t.weights()).tensors -> um.ClosedError: are closed
 t.weights().tensors['lm_head'] -> KeyError: none of the model
 t.weights().metadata['x'] -> KeyError: none of the metadata
@@ -247,39 +183,24 @@ t.kv().save(t.folder) -> IsADirectoryError: directory
 t.kv().save('/dev/null') -> OSError: regular file
 t.kv().save(t.folder / 's', tokens=[1]) -> ValueError: tokens: expected the ids of all 3
 um.stage(made(t.folder, 't', b'hello')) -> um.GGUFError: begin with
-um.plan(None) -> TypeError: path
 um.plan(DIMS, ctx=0) -> ValueError: ctx: expected an integer from 1 to
-um.plan(DIMS, ctx=-1) -> ValueError: ctx: expected
-um.plan(DIMS, ctx=2 ** 40) -> ValueError: ctx: expected
-um.plan(DIMS, ctx=float('nan')) -> ValueError: ctx: expected
 um.plan(DIMS, ctx=np.int32(8)).ctx == 8 -> fine
-um.plan(DIMS, batch=0) -> ValueError: batch: expected
-um.plan(DIMS, kv_dtype=None) -> ValueError: kv_dtype: expected
-um.plan(DIMS, device='gpu') -> ValueError: device: expected
 um.report(0) -> ValueError: pid: expected
 um.report(2 ** 22 + 1) -> ProcessLookupError: process
-um.report('me') -> TypeError: pid: expected an integer
-um.measure()(5) -> TypeError: expected a function
 # ---- ends
 twice(t.block()) -> fine
 twice(t.tape()) -> fine
 twice(t.grid()) -> fine
-twice(t.kv()) -> fine
-twice(t.paged()) -> fine
 twice(t.sequence()) -> fine
-twice(t.pad()) -> fine
 twice(t.layout()) -> fine
 twice(t.weights()) -> fine
 twice(t.buffers()) -> fine
 ((block := t.block()), block.as_array(), block.close()) -> BufferError: 1 live users
-((kv := t.kv()), kv.layer(0), kv.close()) -> BufferError: live views
 pickle.dumps(t.block()) -> TypeError: cannot be pickled
-pickle.dumps(t.kv()) -> TypeError: cannot be pickled
 copy.copy(t.tape()) -> TypeError: cannot be pickled
 closed(t.block()).as_array() -> um.ClosedError: is closed
 closed(t.layout()).clear_pass() -> um.ClosedError: is closed
 closed(t.buffers()).logits -> um.ClosedError: is closed
-other_fork(t.kv().clear) -> fine
 other_fork(t.kv(window=4).clear) -> fine
 other_fork(t.tape().clear) -> fine
 other_fork(keep(um.Block(64, shared=True)).as_array) -> fine

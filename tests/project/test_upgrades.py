@@ -102,7 +102,7 @@ def test_sessions_continue(folder: Path, tool: Any, tmp_path: Path) -> None:
     path = unpacked(folder, "session", tmp_path / "session")
     contents = contents_of(folder)
     with engine.Decoder(engine.embedded_model(), ctx=16, threads=1) as decoder:
-        if contents["session"]["fingerprint"] != decoder.weights.fingerprint:
+        if contents["session"]["model"] != decoder.weights.content_hash():
             with pytest.raises(SnapshotError, match=r"model|version"):
                 decoder.resume(path)
             return

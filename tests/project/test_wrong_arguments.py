@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
 import os
-import re
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
@@ -18,7 +16,7 @@ import pytest
 
 import unimem as um
 from support.contracts.things import DIMS, MODEL, Things
-from support.contracts.wrong_arguments import Call, unclear
+from support.contracts.wrong_arguments import Call, calls_of, unclear
 from support.project.public_names import python_names
 from unimem.kv import snapshot
 
@@ -137,26 +135,7 @@ stage: um.stage(path=MODEL, backing='memfd', repack=False, progress=None, **PLAC
 """
 
 
-def calls_of(table: str) -> dict[str, Callable[[Things], Call]]:
-    """Return the calls of a table: functions that make the callable and its arguments."""
-
-    def call_of(source: str) -> Callable[[Things], Call]:
-        parsed = ast.parse(source.replace("\n    ", " "), mode="eval").body
-        assert isinstance(parsed, ast.Call)
-        made = ast.Call(ast.Name("dict", ast.Load()), [], parsed.keywords)
-        function, arguments = ast.unparse(parsed.func), ast.unparse(made)
-
-        def make(t: Things) -> Call:
-            names = NAMES | {"t": t}
-            return eval(function, names), eval(arguments, names)
-
-        return make
-
-    rows = re.findall(r"^(\S[^:]*): (.*(?:\n    .*)*)$", table, re.M)
-    return {name: call_of(source) for name, source in rows}
-
-
-CALLS = calls_of(TABLE)
+CALLS = calls_of(TABLE, NAMES)
 
 
 def of_decoder(member: str, **arguments: Any) -> Callable[[Things], Call]:

@@ -327,6 +327,23 @@ def test_touched_pages_are_in_ram(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mine.in_ram((1 << 64) - 2 * PAGE, 1 << 64) == 0
 
 
+def test_written_pages_of_a_private_mapping_are_copies(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(8 * PAGE))
+    with (tmp_path / "file").open("rb") as file:
+        for flags, copied in ((mmap.MAP_PRIVATE, [2, 5]), (mmap.MAP_SHARED, [])):
+            prot = mmap.PROT_READ | mmap.PROT_WRITE * bool(copied)
+            with mmap.mmap(file.fileno(), 0, flags, prot) as memory:
+                assert sum(memory[::PAGE]) == 0
+                for page in copied:
+                    memory[page * PAGE] = 1
+                mine = read_process()
+                (area,) = (each for each in mine.areas if each.path == file.name)
+                assert area.written_bytes == area.anonymous_bytes == len(copied) * PAGE
+                found = mine.pages_written(area.start, area.end)
+                assert found.nonzero()[0].tolist() == copied
+                assert mine.in_ram(area.start, area.end) == 8 * PAGE
+
+
 @pytest.mark.parametrize(("start", "end"), [(PAGE, 0), (-PAGE, PAGE)])
 def test_invalid_ranges(start: int, end: int) -> None:
     with pytest.raises(ValueError, match="expected a range of addresses"):

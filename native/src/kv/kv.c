@@ -610,7 +610,12 @@ void um_kv_set_mover(um_kv *kv, um_kv_mover *mover, void *context) {
 um_status um_kv_adopt(um_kv *kv, uint64_t next_position, uint64_t n, um_error *err) {
     uint64_t most = is_ring(kv) ? kv->spec.window : kv->usable_rows;
     UM__INVALID_IF(n > next_position || n > most || n > kv->spec.max_seq_len, err, "n");
-    kv->shift = next_position - n;
-    set_all(kv, next_position - n, next_position, next_position);
+    uint64_t first = kv->shift = next_position - n;
+    if (is_ring(kv) && n == kv->spec.window && first <= UINT64_MAX - kv->n_rows) {
+        /* Tokens before a whole window were not dropped, but these rows lack them. */
+        set_all(kv, 0, first + kv->n_rows, next_position);
+    } else {
+        set_all(kv, first, next_position, next_position);
+    }
     return UM_OK;
 }

@@ -353,6 +353,7 @@ cdef extern from "unimem.h" nogil:
         uint64_t n_rows
         uint64_t usable_rows
         uint64_t shift
+        uint64_t first
         um_kv_mover *mover
         void *mover_context
 

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import mmap
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Mapping as AnyMapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from unimem._core.ledger import Entry
 from unimem._core.tmpfs import huge_page_bytes
-from unimem.accounting.mapped_models import MappedModel, library_files
+from unimem.accounting.mapped_models import FileKey, MappedModel, library_files
 from unimem.accounting.row import Mapping, Row, in_order
 from unimem.system.placement import Placement, sum_placements
 from unimem.system.process import Area, Process
 
-__all__ = ["apportion", "attribute", "kind_of"]
+__all__ = ["apportion", "attribute", "kind_of", "page_runs"]
 
 _PAGE = mmap.PAGESIZE
 _PageName = Literal["4k", "thp", "2m", "1g"]
+_Range = tuple[int, int]  # of addresses
+_WRITTEN = "weights:written"
 # If unknown: the memory covered by one page of page table entries of 8 bytes.
 _THP = huge_page_bytes() or _PAGE * (_PAGE // 8)
 _NAMED = {
@@ -72,9 +77,13 @@ def attribute(
 
     Notes
     -----
-    A ring is mapped twice. Its `nbytes` count its memory once. In Pss, a page counts half for each
-    image if both were touched, so that the sum is its memory in RAM; in Rss it counts for each
-    image, as in the Rss of the process.
+    Memory that is mapped twice, as a ring is, counts once in `nbytes`. Bytes of a file count in the
+    area that begins first in the file; only libraries count as often as they are mapped. In Pss, a
+    page counts half for each of two mappings if both were touched, so that the sum is its memory in
+    RAM; in Rss it counts for each mapping, as in the Rss of the process.
+
+    A private mapping may be written to: its pages become copies, which are no longer the file's.
+    Those of weights have the category ``weights:written``.
     """
     entries = sorted(entries, key=lambda entry: entry.address)
     builders = [_MappingBuilder.from_entry(entry) for entry in entries]
@@ -88,6 +97,8 @@ def attribute(
     spans.sort(key=lambda span: span.start)
     starts = [span.start for span in spans]
     programs = library_files(process.areas)
+    copies = _find_copies(process, spans, starts)
+    repeats = _find_repeats(process.areas, programs, copies)
     alone: list[Mapping] = []
     for area in process.areas:
         if not (area.is_accessible or area.resident_bytes or area.swapped_bytes):
@@ -95,11 +106,11 @@ def attribute(
         category = kind_of(area, is_program=(area.device, area.inode) in programs)
         before = bisect_left(starts, area.end)
         if not before or spans[before - 1].end <= area.start:
-            alone.append(_as_mapping(area, category))
+            alone.append(_as_mapping(area, category, repeats.get(area.start, ())))
             continue
         own = _MappingBuilder.from_area(area, category)
         pieces = [
-            span._replace(start=start, end=end) if span else _Span(start, end, category, own)
+            span._replace(start=start, end=end) if span else _Span(start, end, category, own, True)
             for start, end, span in _cut_range(spans, starts, area.start, area.end)
         ]
         if free := sum(piece.end - piece.start for piece in pieces if piece.builder is own):
@@ -107,6 +118,11 @@ def attribute(
             there = free if area.is_accessible else area.resident_bytes + area.swapped_bytes
             own.nbytes[category] = there
             builders.append(own)
+        pieces = [cut for piece in pieces for cut in _cut_copies(piece, copies.get(area.start, ()))]
+        for piece in pieces:
+            again = _overlap(piece.start, piece.end, repeats.get(area.start, ()))
+            if again and piece.is_files:
+                piece.builder.repeated[piece.category] += again
         _share_out(process, area, pieces)
     builders = [builder for builder in builders if builder.held or not any(builder.nbytes.values())]
     for builder in builders:
@@ -152,6 +168,12 @@ def apportion(total: int, weights: Sequence[int]) -> list[int]:
     return shares
 
 
+def page_runs(pages: NDArray[np.bool_], start: int) -> list[tuple[int, int]]:
+    """Return where the runs of set pages begin and end, from the first page's start on."""
+    edges = np.flatnonzero(np.diff(pages, prepend=False, append=False)) * _PAGE + start
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
 # ---- mappings that are being filled -------------------------------------------------------------
 
 
@@ -181,6 +203,7 @@ class _MappingBuilder:
     spans: list[_Span] = field(default_factory=list)
     held: dict[str, _Usage] = field(default_factory=dict)
     mapped: dict[str, int] = field(default_factory=dict)
+    repeated: Counter[str] = field(default_factory=Counter)  # bytes that another mapping counts
     page_bytes: int = _PAGE
     is_huge: bool = False
     may_be_huge: bool = False
@@ -198,7 +221,8 @@ class _MappingBuilder:
         at = entry.address
         for part in entry.parts:
             at = part.address + part.nbytes
-            builder.spans.append(_Span(part.address, at, part.category, builder))
+            is_files = entry.path is not None
+            builder.spans.append(_Span(part.address, at, part.category, builder, is_files))
             builder.nbytes[part.category] = builder.nbytes.get(part.category, 0) + part.nbytes
             if part.active_bytes is not None:
                 active = builder.active.get(part.category, 0) + part.active_bytes
@@ -228,7 +252,8 @@ class _MappingBuilder:
         An entry may be older, or come from another process.
         """
         for category, nbytes in self.nbytes.items():
-            self.nbytes[category] = min(nbytes, self.mapped.get(category, 0))
+            there = min(nbytes, self.mapped.get(category, 0))
+            self.nbytes[category] = there - min(self.repeated[category], there)
         for category, active in self.active.items():
             self.active[category] = min(active, self.nbytes[category])
         self.placements = {category: self._placement(category) for category in self.nbytes}
@@ -275,13 +300,14 @@ class _MappingBuilder:
         )
 
 
-def _as_mapping(area: Area, category: str) -> Mapping:
-    """Make the mapping of an area that belongs to no entry."""
+def _as_mapping(area: Area, category: str, repeats: Sequence[_Range]) -> Mapping:
+    """Make the mapping of an area that belongs to no entry; another one counts its `repeats`."""
     held, hugetlb = area.resident_bytes, area.hugetlb_bytes
     is_huge = area.huge_bytes > 0 or (not held and _may_be_huge(area))
     pages, page_bytes = _pages_of(area.page_bytes, is_huge=is_huge)
     # Without access, no page is ever added.
     nbytes = area.nbytes if area.is_accessible else held + area.swapped_bytes
+    nbytes -= min(_overlap(area.start, area.end, repeats), nbytes)
     granted = Placement(
         pages=pages,
         page_bytes=page_bytes,
@@ -315,12 +341,13 @@ def _pages_of(page_bytes: int, *, is_huge: bool) -> tuple[_PageName, int]:
 
 
 class _Span(NamedTuple):
-    """Addresses of one category in one mapping."""
+    """Addresses of one category in one mapping, of a file's bytes or of unimem's own."""
 
     start: int
     end: int
     category: str
     builder: _MappingBuilder
+    is_files: bool = False
 
 
 def _as_entries(model: MappedModel) -> Iterator[Entry]:
@@ -365,6 +392,70 @@ def _cut_range(
         yield start, end, None
 
 
+def _find_copies(
+    process: Process, spans: Sequence[_Span], starts: Sequence[int]
+) -> dict[int, list[_Range]]:
+    """Find the pages of weights that are private copies, by the starts of their areas."""
+    found = {}
+    for area in process.areas:
+        if area.written_bytes and any(
+            span is not None and span.category.startswith("weights")
+            for _, _, span in _cut_range(spans, starts, area.start, area.end)
+        ):
+            found[area.start] = page_runs(process.pages_written(area.start, area.end), area.start)
+    return found
+
+
+def _cut_copies(piece: _Span, copies: Sequence[_Range]) -> Iterator[_Span]:
+    """Cut the private copies out of a piece of weights, and count them as written."""
+    at = piece.start
+    for first, last in copies if piece.category.startswith("weights") else ():
+        low, high = max(first, at), min(last, piece.end)
+        if low < high:
+            if at < low:
+                yield piece._replace(start=at, end=low)
+            yield piece._replace(start=low, end=high, category=_WRITTEN)
+            if piece.is_files:
+                sizes = piece.builder.nbytes
+                sizes[piece.category] -= high - low
+                sizes[_WRITTEN] = sizes.get(_WRITTEN, 0) + high - low
+            at = high
+    if at < piece.end:
+        yield piece._replace(start=at)
+
+
+def _find_repeats(
+    areas: Iterable[Area], programs: Collection[FileKey], copies: AnyMapping[int, Sequence[_Range]]
+) -> dict[int, list[_Range]]:
+    """Find the addresses whose bytes of a file another area maps, too, by the starts of areas."""
+    files: dict[FileKey, list[tuple[int, int, int, int]]] = {}
+    for area in areas:
+        key = area.device, area.inode
+        is_there = area.is_accessible or area.resident_bytes
+        # Nobody knows which pages of other areas are copies.
+        is_known = not area.written_bytes or area.start in copies
+        if not (area.inode and is_there and is_known) or key in programs:
+            continue
+        at = area.start
+        for low, high in (*copies.get(area.start, ()), (area.end, area.end)):
+            if at < low:
+                offset = area.offset + at - area.start
+                files.setdefault(key, []).append((offset, at, low - at, area.start))
+            at = high
+    found: dict[int, list[_Range]] = {}
+    for ranges in files.values():
+        reached = 0  # all from a range's offset up to here is mapped
+        for offset, at, nbytes, start in sorted(ranges):
+            if (again := min(reached - offset, nbytes)) > 0:
+                found.setdefault(start, []).append((at, at + again))
+            reached = max(reached, offset + nbytes)
+    return found
+
+
+def _overlap(start: int, end: int, ranges: Iterable[_Range]) -> int:
+    return sum(max(0, min(end, high) - max(start, low)) for low, high in ranges)
+
+
 def _share_out(process: Process, area: Area, pieces: Sequence[_Span]) -> None:
     """Add the memory of an area to the builders of its pieces."""
     shares: dict[tuple[int, str], _Usage] = {}
@@ -376,6 +467,15 @@ def _share_out(process: Process, area: Area, pieces: Sequence[_Span]) -> None:
     sizes = [sum(piece.end - piece.start for piece in group) for group in groups.values()]
     in_ram = _count_in_ram(process, area, list(groups.values()), sizes)
     out = [size - nbytes for size, nbytes in zip(sizes, in_ram, strict=True)]
+    pss_bytes, by_share = area.pss_bytes + area.hugetlb_bytes, in_ram
+    is_copy = [category == _WRITTEN for _, category in groups]
+    if any(is_copy):  # all of a copy is the process's own, and only copies are swapped out
+        out = [n if is_own else 0 for n, is_own in zip(out, is_copy, strict=True)]
+        copied = sum(n for n, is_own in zip(in_ram, is_copy, strict=True) if is_own)
+        rest, rest_share = sum(in_ram) - copied, pss_bytes - copied
+        if rest and rest_share >= 0:
+            both = zip(in_ram, is_copy, strict=True)
+            by_share = [n * (rest if is_own else rest_share) for n, is_own in both]
 
     def share(total: int, weights: Sequence[int]) -> Iterator[tuple[_Usage, int]]:
         by = weights if any(weights) else sizes
@@ -383,7 +483,7 @@ def _share_out(process: Process, area: Area, pieces: Sequence[_Span]) -> None:
 
     for name, total, weights in (
         ("resident_bytes", area.resident_bytes, in_ram),
-        ("pss_bytes", area.pss_bytes + area.hugetlb_bytes, in_ram),
+        ("pss_bytes", pss_bytes, by_share),
         ("huge_bytes", area.huge_bytes + area.hugetlb_bytes, in_ram),
         ("locked_bytes", area.locked_bytes, in_ram),
         ("swapped_bytes", area.swapped_bytes, out),

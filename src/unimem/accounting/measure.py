@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 from unimem._core.status import Marks, counters, ledger, row_name
@@ -109,12 +108,7 @@ class Measured:
         self._first = _read_counters()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         last = _read_counters()
         if self._marks is not None and self._pid == os.getpid():
             self._most = self._marks.read()

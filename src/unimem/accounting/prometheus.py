@@ -7,6 +7,7 @@ The text format and the rules for names are Prometheus's
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -15,7 +16,6 @@ from unimem.accounting.report import Report
 from unimem.accounting.row import Row
 from unimem.accounting.samples import Sample, Sampler
 from unimem.base.text import escape
-from unimem.system.placement import Placement
 
 __all__ = [
     "FAMILIES",
@@ -306,24 +306,18 @@ def _of_rows(who: tuple[str, str], report: Report) -> Iterator[_Value]:
 
 def _sum_kinds(rows: Iterable[Row], kinds: tuple[str, ...]) -> dict[str, int]:
     """Sum up rows of some kinds by device; llama.cpp calls main memory "Host"."""
-    found: dict[str, int] = {}
+    found: Counter[str] = Counter()
     for row in rows:
         if row.category.partition(":")[0] in kinds:
-            device = row.device or "Host"
-            found[device] = found.get(device, 0) + row.nbytes
+            found[row.device or "Host"] += row.nbytes
     return found
 
 
 def _by_pages(report: Report) -> dict[str, int]:
     """Sum up memory in RAM by the size of its pages."""
-    found = {"4k": 0}
-    for mapping in report.mappings:
-        for pages, nbytes in _pages_of(mapping.granted):
-            found[pages] = found.get(pages, 0) + nbytes
+    found = Counter({"4k": 0})
+    for placed in (mapping.granted for mapping in report.mappings):
+        if placed.huge_bytes:
+            found["thp" if placed.pages == "4k" else placed.pages] += placed.huge_bytes
+        found["4k"] += placed.resident_bytes - placed.huge_bytes
     return found
-
-
-def _pages_of(placement: Placement) -> Iterator[tuple[str, int]]:
-    if huge := placement.huge_bytes:
-        yield "thp" if placement.pages == "4k" else placement.pages, huge
-    yield "4k", placement.resident_bytes - huge

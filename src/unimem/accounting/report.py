@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from unimem._core import ledger
 from unimem._core.ledger import Entry
 from unimem._core.status import device_ledger, row_name
-from unimem.accounting.attribution import attribute
+from unimem.accounting.attribution import attribute, page_runs
 from unimem.accounting.mapped_models import MappedModel, models
 from unimem.accounting.published import failure, published
 from unimem.accounting.row import Mapping, Row, find_row, in_order, plain
 from unimem.base.text import Surface
 from unimem.system.heap import malloc_bytes
-from unimem.system.process import Process, counters, read_process
+from unimem.system.process import Area, Process, counters, read_process
 
 __all__ = ["Mapping", "Report", "Row", "report"]
 
@@ -163,7 +163,7 @@ def report(pid: int | None = None) -> Report:
         "minor_faults": process.minor_faults,
         "major_faults": process.major_faults,
         "n_threads": process.n_threads,
-        "models": [_describe_model(model) for model in mapped],
+        "models": [_describe_model(process, model) for model in mapped],
     }
     if number != os.getpid():
         return Report(rows, facts, mappings)
@@ -207,20 +207,39 @@ def _read_entries(pid: int) -> tuple[tuple[Entry, ...], dict[str, Any]]:
     return shown.entries, facts
 
 
-def _describe_model(model: MappedModel) -> dict[str, Any]:
+def _describe_model(process: Process, model: MappedModel) -> dict[str, Any]:
     areas = [area for area in model.areas if area.is_accessible]
-    return {
-        "path": model.path,
+    nbytes = _count_once((area.offset, area.offset + area.nbytes) for area in areas)
+    copied = sum(min(area.anonymous_bytes, area.written_bytes) for area in areas)
+    if nbytes == sum(area.nbytes for area in areas):
+        rss_bytes = sum(area.resident_bytes for area in areas) - copied
+    else:  # a page that several areas map counts once
+        rss_bytes = _count_once(run for area in areas for run in _file_pages(process, area))
+    known = ("path", "state", "format", "architecture", "name", "problem")
+    return {name: getattr(model, name) for name in known} | {
         "staged_from": model.source,
-        "state": model.state,
-        "format": model.format,
-        "architecture": model.architecture,
-        "name": model.name,
-        "problem": model.problem,
-        "nbytes": sum(area.nbytes for area in areas),
-        "rss_bytes": sum(area.resident_bytes for area in areas),
-        "pss_bytes": sum(area.pss_bytes + area.hugetlb_bytes for area in areas),
+        "nbytes": nbytes,
+        "rss_bytes": rss_bytes,
+        "pss_bytes": max(0, sum(area.pss_bytes + area.hugetlb_bytes for area in areas) - copied),
+        "written_bytes": sum(area.written_bytes for area in areas),
     }
+
+
+def _file_pages(process: Process, area: Area) -> list[tuple[int, int]]:
+    """Return the ranges of a file that an area has in RAM, without private copies."""
+    pages = process.pages_in_ram(area.start, area.end)
+    if area.written_bytes:
+        pages &= ~process.pages_written(area.start, area.end)
+    return page_runs(pages, area.offset)
+
+
+def _count_once(ranges: Iterable[tuple[int, int]]) -> int:
+    """Count the bytes of ranges, each byte once."""
+    total = reached = 0
+    for low, high in sorted(ranges):
+        total += max(0, high - max(low, reached))
+        reached = max(reached, high)
+    return total
 
 
 def _add_high_water(rows: Sequence[Row]) -> list[Row]:

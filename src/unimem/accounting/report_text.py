@@ -109,6 +109,8 @@ def _about(model: Mapping[str, Any]) -> Iterator[str]:
     size, in_ram = format_bytes(model["nbytes"]), format_bytes(model["rss_bytes"])
     is_all = model["rss_bytes"] >= model["nbytes"]
     yield f"{size}, all in RAM" if is_all else f"{in_ram} of {size} in RAM"
+    if model["written_bytes"]:
+        yield f"{format_bytes(model['written_bytes'])} written, in private copies"
     if model["staged_from"] is not None:
         yield f"staged from {model['staged_from']}"
     if (state := _STATES.get(model["state"])) is not None:

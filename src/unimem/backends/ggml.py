@@ -20,7 +20,6 @@ __all__ = [
     "DATA_OFFSET",
     "F16",
     "F32",
-    "GgmlError",
     "I32",
     "I64",
     "LIBRARIES",
@@ -32,6 +31,7 @@ __all__ = [
     "Q8_0",
     "ROPE_NEOX",
     "ROPE_NORMAL",
+    "GgmlError",
     "Tensor",
     "add",
     "alloc_size",
@@ -106,7 +106,9 @@ _before = limits.cpus()
 try:
     from unimem_ggml import binding
 except ImportError as error:
-    raise ImportError(f"the engine needs ggml, which cannot be loaded ({error}): {INSTALL}") from None
+    raise ImportError(
+        f"the engine needs ggml, which cannot be loaded ({error}): {INSTALL}"
+    ) from None
 limits.note_binding(_before)
 
 from unimem_ggml.binding import (  # noqa: E402 - the thread's CPUs are noted first
@@ -187,7 +189,9 @@ from unimem_ggml.binding import (  # noqa: E402 - the thread's CPUs are noted fi
 )
 
 if not version()["version"].startswith(f"{VERSION}."):
-    raise ImportError(f"the engine needs ggml {VERSION}, but {version()['version']} is installed: {INSTALL}")
+    raise ImportError(
+        f"the engine needs ggml {VERSION}, but {version()['version']} is installed: {INSTALL}"
+    )
 
 
 class _Team(ctypes.Structure):
@@ -247,7 +251,7 @@ def own_bytes(n_threads: int) -> int:
     It covers three contexts, whose headers and graphs lie elsewhere, and the pool of threads,
     without their stacks.
     """
-    return 4096 + 2048 * n_threads
+    return 4096 + 4096 * n_threads
 
 
 def facts() -> dict[str, Any]:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from unimem.backends import ggml
 from unimem.backends.ggml_trial import passes_trial
+from unimem.models.shapes import TILED_TYPES
 
 __all__ = [
     "Buffer",
@@ -34,7 +35,8 @@ __all__ = [
     "order_of",
 ]
 
-_SOUND = frozenset({"CPU_REPACK"})
+_REPACK = "CPU_REPACK"
+_SOUND = frozenset({_REPACK})
 _TINY_BYTES = 4096
 _MOST_TENSORS = 4  # in the context of a question: a weight, its input, ids, and the product
 
@@ -76,7 +78,10 @@ def all_types() -> tuple[BufferType, ...]:
 
 @functools.lru_cache(maxsize=1024)  # a model has few shapes
 def find_order(kind: int, ne: tuple[int, ...]) -> Order | None:
-    """Return the order of the first buffer type that multiplies a weight; None for the file's.
+    """Return the order that multiplies a weight fastest; None for the file's.
+
+    It is that of the first buffer type that has one, unless ggml's newer kernels are faster with
+    the file's.
 
     Parameters
     ----------
@@ -86,8 +91,20 @@ def find_order(kind: int, ne: tuple[int, ...]) -> Order | None:
         Shape in ggml's order: 2-d for `MUL_MAT`, 3-d with the number of experts last for
         `MUL_MAT_ID`.
     """
-    found = (order_of(one, kind, ne) for one in buffer_types())
+    found = (
+        order_of(one, kind, ne)
+        for one in buffer_types()
+        if not (one.name == _REPACK and _is_tiled(kind))
+    )
     return next(filter(None, found), None)
+
+
+def _is_tiled(kind: int) -> bool:
+    """Return whether ggml multiplies a type tile by tile, from the file's order, on this CPU.
+
+    Batches then take 0.4 to 0.6 of the time of interleaved rows (docs/repack.md).
+    """
+    return "AVX2" in ggml.features() and ggml.MATMUL_TYPES.get(kind) in TILED_TYPES
 
 
 def order_of(buffer_type: BufferType, kind: int, ne: tuple[int, ...]) -> Order | None:
@@ -177,7 +194,7 @@ class Buffer:
         Parameters
         ----------
         tensor : int
-            A header of a type and shape for which `find_order` finds an order of this type.
+            A header of a type and shape for which `order_of` finds an order of this type.
         data : int
             Address of its bytes, a multiple of the type's alignment.
 
@@ -188,8 +205,8 @@ class Buffer:
         """
         header = ggml.Tensor.at(tensor)
         ne = header.ne
-        order = find_order(header.type, ne[: 3 if ne[2] > 1 else 2])
-        if order is None or order.buffer_type != self.buffer_type:
+        order = order_of(self.buffer_type, header.type, ne[: 3 if ne[2] > 1 else 2])
+        if order is None:
             name = ggml.MATMUL_TYPES.get(header.type, f"type {header.type}")
             raise ValueError(
                 f"a tensor of {name}, shape {ne}: {self.buffer_type.name} has no order for it here"
@@ -214,7 +231,7 @@ class Buffer:
         `source` is the address of its bytes in the file's order; `kind` and `ne` are as for
         `find_order`.
         """
-        self.write_as(find_order(kind, ne), kind, ne, source, data)
+        self.write_as(order_of(self.buffer_type, kind, ne), kind, ne, source, data)
 
     def write_as(
         self, order: Order | None, kind: int, ne: tuple[int, ...], source: int, data: int

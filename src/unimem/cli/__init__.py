@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from unimem.base.text import escape
 from unimem.cli.exits import DOES_NOT_FIT, FAILED, INTERRUPTED, OK
@@ -102,7 +102,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _app() -> typer.Typer:
-    """Collect the commands. A new one is a file of this folder, its test, and two lines here.
+    """Collect the commands. A new one is a file of this folder, its test, and a name here.
 
     Another package adds a command by an entry point of the group ``unimem.commands``, as
     ``unimem_bench`` does.
@@ -129,14 +129,8 @@ def _app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )
     app.callback()(program)
-    app.command()(run)
-    app.command()(plan)
-    app.command()(report)
-    app.command()(metrics)
-    app.command()(inspect)
-    app.command()(doctor)
-    app.command()(stage)
-    app.command()(cache)
+    for own in (run, plan, report, metrics, inspect, doctor, stage, cache):
+        app.command()(own)
     # Words behind the program's name belong to the program.
     app.command("exec", context_settings={"allow_interspersed_args": False})(exec_)
     for command in entry_points(group="unimem.commands"):
@@ -159,12 +153,5 @@ def _fail(sentence: str, code: int, notes: Sequence[str] = ()) -> int:
     return code
 
 
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     _fail(f"warning: {message}", OK)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import mmap
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,7 @@ from unimem.models.families import KeptLayer, in_words
 from unimem.planning.sources import shape_of
 from unimem.weights.files import ModelFiles, Value
 from unimem.weights.gguf import GGUFHeader
-from unimem.weights.opened import Weights, open_weights
+from unimem.weights.opened import open_weights
 from unimem.weights.remote_files import open_remote
 from unimem.weights.residency import Residency, map_resident
 from unimem.weights.tensors import Contents, headers_of
@@ -73,8 +75,13 @@ def inspect(
         return
     with open_weights(path, load="map") as weights:
         chooses = metadata is not None and not as_json
-        look = _look(weights) if residency and not chooses else None
-        digest = _hash(weights) if content_hash and not chooses else None
+        look = digest = None
+        if residency and not chooses:
+            map_resident(weights)
+            look = weights.residency()
+        if content_hash and not chooses:
+            with terminal.updates("hashing") as update:
+                digest = weights.content_hash(progress=update)
         layers = shape_of(weights, ModelFiles(), None).layers
         _show(weights, layers, metadata, look, digest, tensors=tensors, as_json=as_json)
 
@@ -105,16 +112,6 @@ def _show(
         _show_tensors(weights, look)
     if look is not None:
         _show_residency(look)
-
-
-def _look(weights: Weights) -> Residency:
-    map_resident(weights)
-    return weights.residency()
-
-
-def _hash(weights: Weights) -> str:
-    with terminal.updates("hashing") as update:
-        return weights.content_hash(progress=update)
 
 
 # ---- what is known of a model -------------------------------------------------------------------
@@ -161,9 +158,7 @@ def _chosen(weights: Contents, keys: Iterable[str]) -> dict[str, Value]:
 
 def _counts(weights: Contents) -> dict[str, tuple[int, int]]:
     """Count tensors and bytes of each type, the most bytes first."""
-    counts: dict[str, int] = {}
-    for tensor in weights.tensors.values():
-        counts[tensor.type] = counts.get(tensor.type, 0) + 1
+    counts = Counter(tensor.type for tensor in weights.tensors.values())
     nbytes = weights.by_type()
     return {kind: (counts[kind], nbytes[kind]) for kind in sorted(nbytes, key=lambda k: -nbytes[k])}
 
@@ -248,7 +243,7 @@ def _brief(value: Value, width: int) -> str:
     if isinstance(value, (list, np.ndarray)):
         text = f"[{_length(value)}]"
         for item in value[:width]:
-            one = f" {_quoted(item) if isinstance(item, str) else _brief(item, width)}"
+            one = f' "{escape(item)}"' if isinstance(item, str) else f" {_brief(item, width)}"
             if len(text) + len(one) > width - len(_CUT):
                 return text + _CUT
             text += one
@@ -276,10 +271,6 @@ def _length(value: Sequence[Any] | np.ndarray[Any, Any]) -> str:
     if isinstance(value, np.ndarray):
         return f"{len(value):,} {value.dtype}"
     return format_count(len(value), "string" if not value or isinstance(value[0], str) else "array")
-
-
-def _quoted(text: str) -> str:
-    return f'"{escape(text)}"'
 
 
 # ---- the picture --------------------------------------------------------------------------------
@@ -331,14 +322,10 @@ def _show_residency(look: Residency) -> None:
 
 def _in_runs(kinds: Sequence[str], sign: int, styles: Mapping[str, Any]) -> str:
     """Write cells, with the style of equal neighbours once."""
-    text = ""
-    first = 0
-    for i in range(1, len(kinds) + 1):
-        if i == len(kinds) or kinds[i] != kinds[first]:
-            run = _CELLS[kinds[first]][sign] * (i - first)
-            text += styles.get(kinds[first], str)(run)
-            first = i
-    return text
+    return "".join(
+        styles.get(kind, str)(_CELLS[kind][sign] * len(list(run)))
+        for kind, run in itertools.groupby(kinds)
+    )
 
 
 def _in_words(whole: Residency) -> str:
@@ -359,6 +346,10 @@ def _percent(part: Residency) -> str:
 
 
 # ---- the JSON document --------------------------------------------------------------------------
+
+
+_SIZES = ("nbytes", "resident_bytes", "huge_bytes", "unknown_bytes")
+_TENSOR = ("name", "type", "nbytes", "offset", "file")
 
 
 def _document(
@@ -385,14 +376,7 @@ def _document(
         ],
         "metadata": {key: _plain(value) for key, value in values.items()},
         "tensors": [
-            {
-                "name": tensor.name,
-                "type": tensor.type,
-                "shape": list(tensor.shape),
-                "nbytes": tensor.nbytes,
-                "offset": tensor.offset,
-                "file": tensor.file,
-            }
+            {name: getattr(tensor, name) for name in _TENSOR} | {"shape": list(tensor.shape)}
             for tensor in weights.tensors.values()
         ],
         "fingerprint": weights.fingerprint,
@@ -409,10 +393,7 @@ def _document(
 
 def _sizes(part: Residency) -> dict[str, Any]:
     return {
-        "nbytes": part.nbytes,
-        "resident_bytes": part.resident_bytes,
-        "huge_bytes": part.huge_bytes,
-        "unknown_bytes": part.unknown_bytes,
+        **{name: getattr(part, name) for name in _SIZES},
         "nodes": {str(node): nbytes for node, nbytes in part.nodes.items()},
     }
 

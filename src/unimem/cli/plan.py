@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from unimem.cli import terminal
-from unimem.cli.exits import DOES_NOT_FIT, OK, READS_FROM_DISK
+from unimem.cli.exits import AT_LEAST, DOES_NOT_FIT, OK, READS_FROM_DISK
 from unimem.cli.options import (
     AsJson,
     Ctx,
@@ -20,18 +22,23 @@ from unimem.cli.options import (
     Threads,
     Window,
     check_numa,
-    check_window,
     path_or_url,
     value_option,
 )
 from unimem.planning.hosts import find_host
+from unimem.planning.llama_cpp import Engine
 from unimem.planning.plan import MOST_SESSIONS
 from unimem.planning.plan import plan as make_plan
-from unimem.planning.result import plan_lines
+from unimem.planning.result import Verdict, plan_lines
 
 __all__ = ["plan"]
 
-_EXITS = {"fits": OK, "reads from disk": READS_FROM_DISK, "does not fit": DOES_NOT_FIT}
+_EXITS: dict[Verdict, int] = {
+    "fits": OK,
+    "reads from disk": READS_FROM_DISK,
+    "at least": AT_LEAST,
+    "does not fit": DOES_NOT_FIT,
+}
 
 
 def plan(
@@ -61,6 +68,33 @@ def plan(
             help="Decoders over the same weights; each has a KV cache and scratch memory.",
         ),
     ] = 1,
+    slots: Annotated[
+        str | None,
+        value_option(
+            "N[:divided]",
+            "Conversations of one llama-server: they share the context, or each has an equal part "
+            "of it. Unlike --batch and --sessions, they do not multiply it. [default: 1]",
+        ),
+    ] = None,
+    engine: Annotated[
+        Engine | None,
+        value_option(
+            "unimem|llama.cpp",
+            "Plan for this engine. [default: unimem for what `unimem run` runs, else llama.cpp]",
+        ),
+    ] = None,
+    mmproj: Annotated[
+        str | None,
+        value_option("FILE", "A projector that llama.cpp loads beside it. [default: none]"),
+    ] = None,
+    draft: Annotated[
+        str | None,
+        value_option(
+            "FILE|mtp",
+            "A draft model that llama.cpp loads beside it, or the model's own layers that predict "
+            "further tokens. [default: none]",
+        ),
+    ] = None,
     load: LoadMode = "auto",
     device: Annotated[
         str | None,
@@ -112,7 +146,7 @@ def plan(
         path: Path | str = embedded_model()
     else:
         path = path_or_url(model)
-    with check_window():
+    with _usage():
         made = make_plan(
             path,
             ctx=ctx,
@@ -123,6 +157,10 @@ def plan(
             sessions=sessions,
             load=load,
             device=device,
+            engine=engine,
+            slots=slots,
+            mmproj=None if mmproj is None else path_or_url(mmproj),
+            draft=draft if draft in (None, "mtp") else path_or_url(str(draft)),
             machine=machine,
             pages=pages,
             numa=numa,
@@ -134,6 +172,17 @@ def plan(
     terminal.show(text + "\n")
     if made.verdict != "fits":
         raise typer.Exit(_EXITS[made.verdict])
+
+
+@contextmanager
+def _usage() -> Iterator[None]:
+    """Refuse options that do not go with the file or with each other as wrong usage."""
+    try:
+        yield
+    except ValueError as error:
+        if re.match("(window|slots|engine|draft|mmproj and draft|device)[:=]", str(error)):
+            raise typer.BadParameter(f"--{error}") from None
+        raise
 
 
 def _machine(

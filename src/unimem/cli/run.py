@@ -11,7 +11,7 @@ import shlex
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
@@ -271,7 +271,8 @@ def run(
     not_saved: BaseException | None = None
     with (
         Fallbacks(verbose=verbose) as fallbacks,
-        _open_store(store) as prefixes,
+        # RAM of the store would end with this process; the page cache stays.
+        nullcontext() if store is None else KVStore(store, ram_bytes=0) as prefixes,
         _load(path, options) as layout,
     ):
         weights, plan = layout.weights, layout.plan
@@ -285,7 +286,8 @@ def run(
             _warm(weights, plan)  # last: errors are reported at once
             fallbacks.show(plan)
             talk.load_seconds = time.perf_counter() - started
-            _resume(decoder, talk, resume)
+            if resume is not None:
+                _resume(decoder, talk, resume)
             _generate(decoder, talk, options, quiet=as_json)
             if save_session is not None and not decoder.kv.is_empty:
                 try:
@@ -293,8 +295,7 @@ def run(
                 except (OSError, MemoryError, KeyboardInterrupt) as error:
                     not_saved = error  # the text is shown all the same
             if as_json:
-                document = _document(decoder, plan, talk, options)
-                document["governor"] = _governor_fields(governor)
+                document = _document(decoder, plan, talk, options, governor)
                 terminal.show(json.dumps(document) + "\n")
             else:
                 _show(decoder, talk, options, governor)
@@ -334,11 +335,10 @@ def _sampling(temperature: float, top_k: int, top_p: float, seed: int | None) ->
         raise typer.BadParameter(str(error)) from None
 
 
-def _resume(decoder: Decoder, talk: Talk, path: Path | None) -> None:
-    if path is not None:
-        start = time.perf_counter()
-        decoder.resume(path)
-        talk.restore_seconds = time.perf_counter() - start
+def _resume(decoder: Decoder, talk: Talk, path: Path) -> None:
+    start = time.perf_counter()
+    decoder.resume(path)
+    talk.restore_seconds = time.perf_counter() - start
 
 
 def _save(decoder: Decoder, talk: Talk, path: str) -> None:
@@ -363,11 +363,6 @@ def _load(path: Path | str, options: Options) -> Layout:
     asked = {name: getattr(options, name) for name in _LAYOUT_OPTIONS}
     with terminal.updates("loading") as progress, check_window():
         return Layout.for_model(path, progress=progress, **asked)
-
-
-def _open_store(folder: str | None) -> AbstractContextManager[KVStore | None]:
-    # RAM of the store would end with this process; the page cache stays.
-    return nullcontext() if folder is None else KVStore(folder, ram_bytes=0)
 
 
 def _new_decoder(
@@ -524,14 +519,9 @@ def _show(decoder: Decoder, talk: Talk, options: Options, governor: Governor | N
         terminal.show(f"The steady state begins after {WARM_UP} tokens: it was not reached.\n\n")
     else:
         n = talk.n_made - WARM_UP
+        names = "minor faults", "major faults", "allocations by unimem", "system calls by unimem"
         steady = [
-            (name, f"{count / n:.3g}", str(count))
-            for name, count in (
-                ("minor faults", costs.minor_faults),
-                ("major faults", costs.major_faults),
-                ("allocations by unimem", costs.allocations),
-                ("system calls by unimem", costs.system_calls),
-            )
+            (name, f"{count / n:.3g}", str(count)) for name, count in zip(names, costs, strict=True)
         ]
         steady.append(("buffers that moved", "", f"{len(talk.moved)} of {talk.n_buffers}"))
         head = (f"tokens {WARM_UP + 1} to {talk.n_made}", "a token", "in all")
@@ -606,10 +596,17 @@ def _speed(n: int, seconds: float) -> str:
 # ---- the JSON document --------------------------------------------------------------------------
 
 
-def _document(decoder: Decoder, plan: Plan, talk: Talk, options: Options) -> dict[str, Any]:
+_USED = ("ctx", "threads", "kv_dtype", "rotate", "window")
+_PLANNED = "total_bytes available_bytes max_ctx model_ctx verdict spilled_bytes".split()
+
+
+def _document(
+    decoder: Decoder, plan: Plan, talk: Talk, options: Options, governor: Governor | None
+) -> dict[str, Any]:
     report = decoder.report()
     weights = decoder.weights
     name = weights.metadata.get("general.name")
+    known = {key: report.facts[key] for key in ("architecture", "load", "load_reason")}
     stream, ends = decoder.tokenizer.stream(), decoder.tokenizer.eog_ids
     text = "".join(stream.push(token) for token in talk.tokens if token not in ends)
     costs = talk.costs
@@ -619,37 +616,26 @@ def _document(decoder: Decoder, plan: Plan, talk: Talk, options: Options) -> dic
             "files": list(weights.files),
             "embedded": options.embedded,
             "name": name if isinstance(name, str) else None,
-            "architecture": report.facts["architecture"],
             "fingerprint": weights.fingerprint,
-            "load": report.facts["load"],
-            "load_reason": report.facts["load_reason"],
             "dims": asdict(decoder.dims),
-        },
-        "options": {
-            "ctx": decoder.ctx,
-            "threads": decoder.threads,
-            **{key: report.facts[key] for key in ("kv_dtype", "rotate")},
-            "window": decoder.window,
-            "load": options.load,
-            "pages": options.pages,
-            "numa": options.numa,
-            "chat": options.chat,
-            **asdict(options.sampling),
-        },
-        "plan": {
-            "total_bytes": plan.total_bytes,
-            "available_bytes": plan.available_bytes,
-            "max_ctx": plan.max_ctx,
-            "model_ctx": plan.model_ctx,
-            "verdict": plan.verdict,
-            "spilled_bytes": plan.spilled_bytes,
-            "rows": [{"category": row.category, "nbytes": row.nbytes} for row in plan.rows],
-        },
+        }
+        | known,
+        "options": {key: report.facts[key] for key in _USED}
+        | {key: getattr(options, key) for key in ("load", "pages", "numa", "chat")}
+        | asdict(options.sampling),
+        "plan": {key: getattr(plan, key) for key in _PLANNED}
+        | {"rows": [{"category": row.category, "nbytes": row.nbytes} for row in plan.rows]},
         "report": {key: report.to_dict()[key] for key in ("total_bytes", "rows")},
         "prompt": {"text": talk.prompt, "tokens": talk.prompt_tokens},
         "output": {"text": text + stream.flush(), "tokens": talk.tokens, "stop": talk.stop},
         "session": _session(talk, options),
-        "store": _store(talk, options),
+        "store": None
+        if options.store is None
+        else {
+            "folder": shown(options.store),
+            "restored_tokens": talk.n_known,
+            "stored_tokens": talk.n_stored,
+        },
         "speed": {
             "load_seconds": talk.load_seconds,
             "prefill_seconds": talk.prefill_seconds,
@@ -662,6 +648,7 @@ def _document(decoder: Decoder, plan: Plan, talk: Talk, options: Options) -> dic
         else {"first_token": WARM_UP + 1, "tokens": talk.n_made - WARM_UP, **costs._asdict()},
         "buffers": {"count": talk.n_buffers, "moved": list(talk.moved)},
         "ggml": ggml,
+        "governor": _governor_fields(governor),
     }
 
 
@@ -685,16 +672,6 @@ def _session(talk: Talk, options: Options) -> dict[str, Any] | None:
         "saved": options.save_session if talk.n_saved else None,
         "saved_tokens": talk.n_saved,
         "save_seconds": talk.save_seconds,
-    }
-
-
-def _store(talk: Talk, options: Options) -> dict[str, Any] | None:
-    if options.store is None:
-        return None
-    return {
-        "folder": shown(options.store),
-        "restored_tokens": talk.n_known,
-        "stored_tokens": talk.n_stored,
     }
 
 

@@ -146,8 +146,7 @@ def stage_for(model: str) -> str:
     asked: dict[str, Any] = {"pages": "auto", "numa": None, "lock": False, "backing": "auto"}
     source = os.path.abspath(model)
     with ExitStack() as stack:
-        waits = f"{source}: waiting for a process that stages it, "
-        stack.enter_context(exclude_others(source, lambda pid: _tell(f"{waits}{pid}")))
+        stack.enter_context(_alone(source))
         held = _reuse(source, asked) or stack.enter_context(_read_in(model, asked))
         _tell(f"{source} is staged as {held.path}, until: unimem stage --drop {held.path}")
     return held.path
@@ -159,8 +158,7 @@ def _stage(model: str, asked: dict[str, Any], *, as_json: bool, verify: bool) ->
         repacked = find_repacked(opened, cpu_features())
         versions = _versions(opened)
     with ExitStack() as stack:
-        waits = f"{source}: waiting for a process that stages it, "
-        stack.enter_context(exclude_others(source, lambda pid: _tell(f"{waits}{pid}")))
+        stack.enter_context(_alone(source))
         found = _reuse(source, asked, versions if is_url(model) else None)
         if found is not None:
             held = found
@@ -186,6 +184,12 @@ def _stage(model: str, asked: dict[str, Any], *, as_json: bool, verify: bool) ->
             _tell(f"process {held.pid} keeps it, until: unimem stage --drop {held.path}")
         for warning in held.warnings:
             _tell(f"warning: {warning}")
+
+
+def _alone(source: str) -> AbstractContextManager[None]:
+    """Stage it in one process at a time."""
+    waits = f"{source}: waiting for a process that stages it, "
+    return exclude_others(source, lambda pid: _tell(f"{waits}{pid}"))
 
 
 def _source(model: str) -> str:

@@ -61,7 +61,9 @@ def to_device(
     stream: Any,
 ) -> dict[str, Any]:
     """Copy the tensors of a model to the GPU: see `Weights.to_device`."""
-    n_threads = _n_threads(threads)
+    if threads is None:
+        threads = min(_THREADS, limits.thread_count())
+    n_threads = integer(threads, "threads", 1)
     slot_bytes = _slot_bytes(staging_bytes)
     earlier = driver.stream(stream)
     transfers = list_transfers(weights)
@@ -100,12 +102,6 @@ def _array(driver: Driver, region: Any, tensor: Tensor, at: int) -> Any:
     dims, descr = array_within(name, region.data.ptr, region.nbytes, at, shape, dtype)
     memory = region.data.mem
     return driver.array(memory, region.data.ptr - memory.ptr + at, dims, descr)
-
-
-def _n_threads(threads: int | None) -> int:
-    if threads is None:
-        return min(_THREADS, limits.thread_count())
-    return integer(threads, "threads", 1)
 
 
 def _slot_bytes(staging_bytes: int | None) -> int:

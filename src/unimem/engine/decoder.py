@@ -21,7 +21,7 @@ from unimem.engine.history import History
 from unimem.engine.memory_report import list_parts, make_report
 from unimem.engine.model_memory import DecoderOptions, ModelMemory
 from unimem.engine.sampling import Sampling
-from unimem.engine.stored_prefixes import Prefixes
+from unimem.engine.stored_prefixes import Prefixes, model_name
 from unimem.engine.thread_count import ThreadCount
 from unimem.engine.turns import Turn
 from unimem.errors import CacheFull, ClosedError, SnapshotError, TapeFull
@@ -470,15 +470,19 @@ class Decoder:
         Parameters
         ----------
         path : path-like
-            A snapshot of `kv` with the ids of its tokens and the model's fingerprint; an existing
-            file is replaced, whole or not at all.
+            A snapshot of `kv` with the ids of its tokens and the hash of all bytes of the weights;
+            an existing file is replaced, whole or not at all.
 
         Raises
         ------
         RuntimeError
             There is nothing to save, or `kv` holds tokens that this decoder did not compute.
         OSError
-            The file cannot be written.
+            The file cannot be written, or the weights were replaced since they were opened.
+
+        Notes
+        -----
+        Unless their hash is remembered (docs/identity.md), all weights are read for it.
         """
         self._check_open()
         n = self.kv.next_position
@@ -490,7 +494,7 @@ class Decoder:
                 f"the ids of the tokens at positions {known} to {n - 1} are not known, since "
                 "this decoder did not compute them: save them with kv.save(path, tokens=...)"
             )
-        self.kv.save(path, tokens=self._forward.ids[:n], model=self.weights.fingerprint)
+        self.kv.save(path, tokens=self._forward.ids[:n], model=model_name(self.weights))
 
     def resume(self, path: str | os.PathLike[str]) -> NDArray[Any]:
         """Replace the conversation by a saved one.
@@ -533,7 +537,7 @@ class Decoder:
                 file.check()
             self.reset()
             try:
-                file.read_into(self.kv, tokens=ids, model=self.weights.fingerprint)
+                file.read_into(self.kv, tokens=ids)
                 self._forward.note_ids(0, ids)
                 last = [row.copy() for row in self._history.last_rows()]
                 self._forward.step_again(int(ids[-1]))
@@ -547,10 +551,13 @@ class Decoder:
 
     def _check_session(self, saved: Snapshot | LayersSnapshot) -> NDArray[np.int32]:
         """Return the token ids of a saved session; refuse it if it does not fit here."""
-        kv, name, model = self.kv, saved.path, self.weights.fingerprint
+        kv, name, model = self.kv, saved.path, model_name(self.weights)
         if saved.model != model:
             raise SnapshotError(
-                f"expected a session of model {model!r}, got one of {saved.model!r}", path=name
+                f"expected a session of model {model!r}, the hash of all bytes of its weights, got "
+                f"one of {saved.model!r}: open the weights that it was saved with, or compute its "
+                "tokens anew",
+                path=name,
             )
         keys = "n_layers n_kv_heads head_dim batch dtype v_dtype window order rotate".split()
         if isinstance(saved, snapshot.LayersSnapshot) != isinstance(kv._body, LayeredKVCache):
@@ -749,10 +756,9 @@ class Decoder:
             begin = self.kv.seq_len
             n = 0
             try:
-                if self._prefixes is not None and self.kv.next_position == 0:
-                    n = self._prefixes.restore(self.kv, tokens)
+                if self._prefixes is not None and (n := self._prefixes.begin(self.kv, tokens)):
                     self._forward.note_ids(0, tokens[:n])
-                self._compute(tokens[n:])
+                self._compute(tokens[n:], in_batches=n > 0)
                 if self._prefixes is not None:
                     self._prefixes.put(self.kv, self._forward.ids[: self.kv.next_position])
             except BaseException:
@@ -762,9 +768,12 @@ class Decoder:
                 raise
             self._tally.count(len(tokens) - n, 0)
 
-    def _compute(self, tokens: NDArray[Any]) -> None:
-        """Compute checked tokens, in the decoder's turn: all count, or in a ring whole batches."""
-        if len(tokens) == 1:
+    def _compute(self, tokens: NDArray[Any], in_batches: bool) -> None:
+        """Compute checked tokens, in the decoder's turn: all count, or in a ring whole batches.
+
+        The rest of a prompt is computed in batches, though it be a single token.
+        """
+        if len(tokens) == 1 and not in_batches:
             self._forward.step(int(tokens[0]))
             return
         # A ring has rows for one batch beside its window.

@@ -78,6 +78,7 @@ def _check_model(
         window=asked.window,
         threads=asked.threads,
         load=load,
+        engine="unimem",
         **placement,
     )
     assert needed.ctx is not None  # known for every model that the engine runs

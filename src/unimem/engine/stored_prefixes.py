@@ -2,55 +2,39 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import ExitStack
+from math import lcm
 from typing import Any
 
-import xxhash
 from numpy.typing import NDArray
 
 from unimem.errors import CapacityError
 from unimem.kv.cache.cache import KVCache
 from unimem.kv.store.store import KVStore
-from unimem.remote.client import is_url
+from unimem.planning.needs import PREFILL_BATCH
 from unimem.system import policy
 from unimem.weights.opened import Weights
+from unimem.weights.whole_hash import whole_hash
 
 __all__ = ["Prefixes", "model_name"]
 
-_SAMPLE_BYTES = 4096
-
 
 def model_name(weights: Weights) -> str:
-    """Name a model in a store that other models use, too.
-
-    Two trainings of one model may have the same fingerprint, which is of headers and sizes. So the
-    first 4 KiB of each tensor are hashed as well, read from the model's files.
+    """Name a model in a store that other models use, too, and in sessions: by all of its bytes.
 
     Raises
     ------
     OSError
-        A file cannot be read.
+        As `whole_hash`.
     """
-    digest = xxhash.xxh3_128()
-    with ExitStack() as undo:
-        files = {}
-        for part in weights._parts:
-            if not is_url(part.file.path):
-                fd = os.open(part.file.absolute_path, os.O_RDONLY | os.O_CLOEXEC)
-                undo.callback(os.close, fd)
-                files[part.file.path] = fd
-        for _, tensor in sorted(weights.tensors.items()):
-            size = min(_SAMPLE_BYTES, tensor.nbytes)
-            if tensor.file in files:
-                digest.update(os.pread(files[tensor.file], size, tensor.offset))
-            else:  # it came from a server and is in memory
-                digest.update(tensor.as_array().reshape(-1).view("uint8")[:size].tobytes())
-    return f"{weights.fingerprint}+{digest.hexdigest()}"
+    return whole_hash(weights)
 
 
 class Prefixes:
     """A borrowed store as a decoder uses it: its failures cost time, and no token.
+
+    A row depends, in its last bits, on the batch that it was computed in. So only rows of whole
+    batches of a prompt are put, and a prompt is restored up to the end of a batch: the rest of it
+    is then computed in the batches of a decoder without a store, and so is every later token.
 
     Attributes
     ----------
@@ -66,16 +50,41 @@ class Prefixes:
         self._store, self._model = store, model_name(weights)
         self.n_restored = self.n_stored = 0
         self._n_seen = 0  # tokens of the conversation that were restored, or put if possible
+        self._n_whole = 0  # first tokens that were computed in whole batches, or restored
+        self._goes_on = False  # whether a prompt continues behind these
 
-    def restore(self, kv: KVCache, tokens: NDArray[Any]) -> int:
-        """Restore first tokens into an empty cache; the last token is always left to compute."""
+    def begin(self, kv: KVCache, tokens: NDArray[Any]) -> int:
+        """Begin to compute a prompt; return how many tokens were restored into an empty cache.
+
+        At least the last token is left to compute.
+        """
+        if position := kv.next_position:
+            self._n_whole = min(self._n_whole, position)
+            self._goes_on = position == self._n_whole and position % PREFILL_BATCH == 0
+            return 0
         self.n_restored = 0
         try:
-            self.n_restored = self._store.restore_into(kv, tokens[:-1], model=self._model)
+            self.n_restored = self._restore(kv, tokens)
         except (OSError, CapacityError) as error:
             policy.warn(f"nothing was taken from {self._store!r}: {error}")
-        self._n_seen = self.n_restored
+        self._n_seen = self._n_whole = self.n_restored
+        self._goes_on = True
         return self.n_restored
+
+    def _restore(self, kv: KVCache, tokens: NDArray[Any]) -> int:
+        n, step = len(tokens) - 1, lcm(self._store.chunk_tokens, PREFILL_BATCH)
+        if not isinstance(kv.window, tuple):
+            n = self._store.restore_into(kv, tokens[:n], model=self._model)
+            n -= n % PREFILL_BATCH
+            kv.crop(n)
+            return n
+        # Restored windows cannot be cropped: they have to end where a batch does.
+        while n := n - n % step:
+            n = self._store.restore_into(kv, tokens[:n], model=self._model)
+            if n % step == 0:
+                break
+            kv.clear()
+        return n
 
     def put_before(self, first_kept: int, kv: KVCache, ids: NDArray[Any]) -> None:
         """Put a conversation if its rings are about to drop tokens before `first_kept`."""
@@ -84,11 +93,13 @@ class Prefixes:
             self.put(kv, ids)
 
     def put(self, kv: KVCache, ids: NDArray[Any]) -> None:
-        """Put a conversation, unless its first tokens were dropped."""
+        """Put the whole batches of a conversation, unless its first tokens were dropped."""
         self._n_seen = len(ids)
         if kv.next_position != kv.seq_len or len(ids) < kv.seq_len:
             return
+        if self._goes_on:
+            self._n_whole = len(ids) - len(ids) % PREFILL_BATCH
         try:
-            self.n_stored = self._store.put(kv, ids, model=self._model)
+            self.n_stored = self._store.put(kv, ids[: self._n_whole], model=self._model)
         except (OSError, CapacityError) as error:
             policy.warn(f"tokens were not put into {self._store!r}: {error}")

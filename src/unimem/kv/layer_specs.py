@@ -149,16 +149,10 @@ class RowsKind(NamedTuple):
 
 
 class LayerPlace(NamedTuple):
-    """The place of a layer's rows or state.
+    """The place of a layer's rows or state: its number in the part of its kind.
 
-    Attributes
-    ----------
-    kind : RowsKind or None
-        The kind of its part; None for a state.
-    number : int
-        The number of the layer in that part, or among the states.
-    is_own : bool
-        Whether it has rows of its own.
+    `kind` is None for a state, whose number is that among the states. `is_own` tells whether the
+    layer has rows of its own.
     """
 
     kind: RowsKind | None
@@ -171,20 +165,9 @@ def check_layers(
 ) -> tuple[Layer, ...]:
     """Return the layers with their dtypes, and without windows that hold all tokens.
 
-    Parameters
-    ----------
-    layers : sequence of LayerKV or LayerState
-        At least one of them keeps rows of its own, or a state.
-    max_seq_len : int
-        The tokens that fit in the cache.
-    dtype : dtype-like
-        The type of layers that do not name one.
-
-    Raises
-    ------
-    ValueError, TypeError
-        There are no layers, or other objects; or `share_of` names a layer that does not exist, has
-        no rows of its own, or differs.
+    `dtype` is the type of layers that do not name one. It raises ValueError or TypeError if no
+    layer keeps rows of its own or a state, if there are other objects, or if `share_of` names a
+    layer that does not exist, has no rows of its own, or differs.
     """
     usual = kv_name(*kv_pair(dtype, "dtype"))
     if isinstance(layers, LayerKV | LayerState | str) or not isinstance(layers, Sequence):

@@ -20,20 +20,10 @@ class Blocks(Protocol):
 
 
 def digest(ids: bytes, parent_key: int, /) -> int:
-    """Return the hash of a block's token ids and of all tokens before it.
+    """Return the hash of a block's token ids, int32, and of all tokens before it.
 
-    Parameters
-    ----------
-    ids : bytes
-        The block's ids, int32.
-    parent_key : int
-        The hash of the block before it; 0 for the first.
-
-    Returns
-    -------
-    int
-        Prefixes with the same hash are told apart by their tokens, so that a collision only costs
-        a miss.
+    `parent_key` is the hash of the block before it, and 0 for the first. Prefixes with the same
+    hash are told apart by their tokens, so that a collision only costs a miss.
     """
     return xxhash.xxh3_64_intdigest(ids, parent_key)
 
@@ -58,15 +48,11 @@ class PrefixIndex:
     """An index of cached blocks by the tokens of a sequence.
 
     A block is found by the chained hash of its token ids and those before it; then its ids and the
-    block before it are compared. If two blocks have one hash, only the first is cached.
+    block before it are compared. If two blocks have one hash, only the first is cached. `root` is
+    the parent of the first block of every sequence, and holds none.
 
     The pool evicts cached blocks without asking: the index checks a block when it finds its node.
     A lost block takes all blocks behind it out of the index, since these can no longer be found.
-
-    Attributes
-    ----------
-    root : Node
-        The parent of the first block of every sequence. It holds no block.
     """
 
     def __init__(self) -> None:
@@ -79,19 +65,9 @@ class PrefixIndex:
         return len(self._nodes)
 
     def find(self, blocks: Blocks, prefix: Iterable[bytes]) -> list[Node]:
-        """Return the nodes of the longest cached prefix.
+        """Return the nodes of the longest cached prefix, each one the parent of the next.
 
-        Parameters
-        ----------
-        blocks : Blocks
-            The pool.
-        prefix : iterable of bytes
-            The token ids of each block, int32.
-
-        Returns
-        -------
-        list of Node
-            Each one is the parent of the next.
+        `prefix` gives the token ids of each block, int32.
         """
         found: list[Node] = []
         parent = self.root
@@ -107,24 +83,10 @@ class PrefixIndex:
         return found
 
     def add(self, blocks: Blocks, parent: Node, ids: bytes, block: int) -> Node | None:
-        """Cache a block that a sequence holds.
+        """Cache a block that a sequence holds behind `parent`, and return the node of its tokens.
 
-        Parameters
-        ----------
-        blocks : Blocks
-            The pool.
-        parent : Node
-            The block before it, in the index.
-        ids : bytes
-            Its token ids, int32.
-        block : int
-            Its number.
-
-        Returns
-        -------
-        Node or None
-            The node of these tokens, even if it has another block that holds them. None if another
-            node has the hash or the block, or if the parent is out of the index.
+        The node may have another block that holds them. It returns None if another node has the
+        hash or the block, or if the parent is out of the index.
         """
         key = digest(ids, parent.key)
         with self._lock:

@@ -19,8 +19,8 @@ __all__ = ["ConfigFields", "Fields", "Kind", "MetadataFields", "UnknownError"]
 CONFIG = "config.json"
 MOST = 2**31 - 1  # engines count layers, heads and tokens in 32 bits
 
-#: A layer keeps all tokens, a window of them, a state instead, or all tokens and a state.
-Kind: TypeAlias = Literal["full", "sliding", "state", "both"]
+#: A layer keeps all tokens, a window of them, a state instead, all tokens and a state, or nothing.
+Kind: TypeAlias = Literal["full", "sliding", "state", "both", "none"]
 
 _KINDS: Mapping[str, Kind] = {
     "full_attention": "full",
@@ -50,6 +50,7 @@ _CONFIG_NAMES: Mapping[str, tuple[str, ...]] = {
     "max_window_layers": ("max_window_layers",),
 }
 _WINDOW = "attention.sliding_window"
+_MOST_LISTED = 512  # as llama.cpp has layers
 
 
 class UnknownError(ValueError):
@@ -67,6 +68,9 @@ class Fields(Protocol):
 
     def per_layer(self, name: str, n: int) -> list[int] | None:
         """Return an integer of 0 or above for each of n layers, or None if the file is silent."""
+
+    def listed(self, name: str) -> list[int] | None:
+        """Return the integers of 0 or above of a list, or None if the file has no such list."""
 
     def kinds(self, n: int) -> list[Kind] | None:
         """Return the kinds of n layers, or None if the file does not list them."""
@@ -99,10 +103,14 @@ class MetadataFields:
             return None
         if isinstance(value, (int, float, str)):
             return [self._meta.count(name) if value else 0] * n
-        values = self._listed(name, value, n)
-        if not all(type(item) is int and 0 <= item <= MOST for item in values):
-            raise UnknownError(f"'{name}' has values that are no numbers of heads")
-        return values
+        return _whole(name, self._listed(name, value, n))
+
+    def listed(self, name: str) -> list[int] | None:
+        """Return the integers of a list, or None."""
+        value = self._meta.get(name)
+        if value is None or isinstance(value, (int, float, str)):
+            return None
+        return _whole(name, self._listed(name, value, min(len(value), _MOST_LISTED)))
 
     def kinds(self, n: int) -> list[Kind] | None:
         """Return the kinds of n layers, or None."""
@@ -119,7 +127,9 @@ class MetadataFields:
         """Return the values of one head's key."""
         if self._meta.get("attention.key_length") is not None:
             return self.required("attention.key_length")
-        return _even_share(self.required("embedding_length"), self.required("attention.head_count"))
+        heads = (self.listed("attention.head_count") or [0])[0]
+        heads = heads or self.required("attention.head_count")
+        return _even_share(self.required("embedding_length"), heads)
 
     def _listed(self, name: str, value: Any, n: int) -> list[Any]:
         if len(value) != n:  # checked first, so that no long list is walked
@@ -202,6 +212,9 @@ class ConfigFields:
             raise UnknownError(_left_out("num_key_value_heads"))
         return [found] * n if found else None
 
+    def listed(self, _name: str) -> None:
+        """Return None: families with such lists are not read from a ``config.json``."""
+
     def kinds(self, n: int) -> list[Kind] | None:
         """Return the kinds of n layers, or None."""
         types = self._values.get("layer_types", self._values.get("layers_block_type"))
@@ -226,6 +239,13 @@ class ConfigFields:
         if re.match("gemma", str(self._values.get("model_type"))):
             raise UnknownError(_left_out("head_dim"))
         return _even_share(self.required("embedding_length"), self.required("attention.head_count"))
+
+
+def _whole(name: str, values: list[Any]) -> list[int]:
+    """Return the values of a list, bools as integers; raise if one is neither, or negative."""
+    if not all(isinstance(item, bool | int) and 0 <= item <= MOST for item in values):
+        raise UnknownError(f"'{name}' has values that are no integers of 0 or above")
+    return [int(item) for item in values]
 
 
 def _is_kind(name: object) -> bool:

@@ -28,24 +28,32 @@ from unimem.models.dims import (
 from unimem.models.families import KeptLayer, KeptRows
 from unimem.models.fields import CONFIG, MOST, ConfigFields, MetadataFields, UnknownError
 
-__all__ = ["Layers", "Shape", "from_config", "from_dims", "from_weights", "read_config"]
+__all__ = [
+    "TILED_TYPES",
+    "Layers",
+    "Shape",
+    "from_config",
+    "from_dims",
+    "from_weights",
+    "grouped",
+    "read_config",
+]
 
 _CONFIG_BYTES_MAX = 4 << 20  # the longest known one has 50 kB
 _EXPERTS = (
     "the scratch memory of a mixture of experts: the row is that of a dense model, without the "
     "outputs of the experts and of the router"
 )
-# Keys of a state that a layer keeps beside keys and values, or instead. It does not grow.
-_STATES = ("ssm.state_size", "ssm.conv_kernel", "wkv.head_size", "shortconv.l_cache")
-# Keys of models that keep fewer rows in some layers than the conversation has tokens.
-_FEWER = {
-    "attention.sliding_window": "attention of some layers slides over {} tokens",
-    "attention.shared_kv_layers": "{} layers share the cache of others",
-    "nextn_predict_layers": "{} layers predict further tokens, and a runtime may leave them out",
-}
+_RUNTIMES = "what computing {!r:.40} takes is the runtime's to say"
 # Model types of a config.json that the engine's formulas fit.
 _DENSE_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+TILED_TYPES = frozenset(
+    "q2_K q3_K q4_K q5_K q6_K iq4_xs iq2_xxs iq2_xs iq2_s iq3_xxs iq3_s iq1_s iq1_m".split()
+)
+"""Types whose matrices ggml 0.26 unpacks tile by tile (``ggml-cpu/tiled/tiled.cpp``)."""
 
 
 class Layers(NamedTuple):
@@ -61,6 +69,8 @@ class Layers(NamedTuple):
         Values of one head's key, and of its value; 0 if the value is a part of the key.
     window : int or None
         How many of the last tokens they keep, if not all.
+    every, is_divided
+        As for `KeptRows`.
     """
 
     n_layers: int
@@ -68,6 +78,8 @@ class Layers(NamedTuple):
     k_size: int
     v_size: int
     window: int | None = None
+    every: int = 1
+    is_divided: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +92,14 @@ class Shape:
         Its architecture.
     cache : tuple of Layers, or None
         The layers of its KV cache; empty for a model without one, None if unknown.
+    is_counted : bool
+        Whether these are all, as for a known architecture.
+    predictors : tuple of KeptRows or KeptState
+        The layers of the cache of built-in layers that predict further tokens.
+    goes_back : bool
+        As for `Family`.
+    is_run : bool
+        Whether the engine runs it, as far as the metadata says.
     layers : tuple of KeptRows or KeptState
         The same one by one, with shared rows and states; empty if unknown.
     dims : ModelDims or None
@@ -94,6 +114,10 @@ class Shape:
         The experts of a mixture that the engine runs.
     unknown : tuple of str
         Unknown facts, each with the reason.
+    is_tiled : bool
+        Whether tensors have types that ggml multiplies tile by tile.
+    no_scratch : str
+        Why the engine's formulas do not give its scratch memory, or not all; "" if they do.
     """
 
     arch: str | None
@@ -102,9 +126,15 @@ class Shape:
     vocab_size: int | None
     max_ctx: int | None
     unknown: tuple[str, ...] = ()
+    no_scratch: str = ""
     slides: int | None = None
     experts: Experts | None = None
     layers: tuple[KeptLayer, ...] = ()
+    is_tiled: bool = False
+    is_counted: bool = True
+    predictors: tuple[KeptLayer, ...] = ()
+    goes_back: bool = False
+    is_run: bool = False
 
     def longest_ctx(self, window: int | None) -> int:
         """Return the longest context allowed, with or without a window."""
@@ -117,66 +147,100 @@ def from_dims(dims: ModelDims, arch: str | None = None, unknown: tuple[str, ...]
     n, heads, size = dims.num_layers, dims.num_kv_heads, dims.head_dim
     layers = families.equal_layers(n, heads, size)
     cache = (Layers(n, heads, size, size),)
-    return Shape(arch, cache, dims, dims.vocab_size, dims.max_seq_len, unknown, layers=layers)
+    return Shape(
+        arch, cache, dims, dims.vocab_size, dims.max_seq_len, unknown, layers=layers, is_run=True
+    )
 
 
 def from_weights(weights: ModelContents) -> Shape:
     """Return the shape of an opened GGUF file of any architecture."""
+    return replace(_from_weights(weights), is_tiled=not TILED_TYPES.isdisjoint(weights.by_type()))
+
+
+def _from_weights(weights: ModelContents) -> Shape:
     arch = weights.metadata.get("general.architecture")
     if not isinstance(arch, str):
-        why = "the file does not say its architecture"
-        return Shape(None, None, None, None, None, (f"the KV cache: {why}", f"the scratch: {why}"))
+        return _nothing_known("the file does not say its architecture")
     meta = ArchMetadata(weights.metadata, arch)
-    family = families.of_architecture(arch) or families.Family()
-    try:
-        dims = ModelDims.from_weights(weights)
-        if dims.num_layers > len(weights.tensors):
-            raise _too_many_layers(dims.num_layers, len(weights.tensors))
-        layers = families.layers_of(family, MetadataFields(meta, arch))
-    except ValueError as error:
-        return _from_metadata(weights, meta, arch, error)
-    experts = arch in MIXTURES or bool(meta.get("expert_count"))
-    is_run = arch in ARCHITECTURES and arch in MIXTURES
-    shape = replace(
-        from_dims(dims, arch, (_EXPERTS,) if experts and not is_run else ()),
-        cache=_grouped(layers),
-        layers=layers,
-    )
-    if is_run:
-        try:
-            shape = replace(shape, experts=read_experts(meta, dims.num_layers))
-        except ValueError as error:
-            return _from_metadata(weights, meta, arch, error)
-    slides = meta.get("attention.sliding_window")
-    if (
-        type(slides) is int
-        and slides > 0
-        and all(kind.window is None for kind in shape.cache or ())
-    ):
-        shape = replace(shape, slides=slides)
-    return shape
-
-
-def _from_metadata(weights: ModelContents, meta: ArchMetadata, arch: str, why: ValueError) -> Shape:
-    unknown = []
+    unknown: list[str] = []
     layers: tuple[KeptLayer, ...] | None = None
+    predictors: tuple[KeptLayer, ...] = ()
+    fields, family = MetadataFields(meta, arch), families.of_architecture(arch)
     try:
-        layers, fewer = _layers(meta, arch, len(weights.tensors))
-        unknown += fewer
+        rule = family or families.by_keys(fields)
+        found = families.layers_of(rule, fields)
+        if found and families.count_layers(fields) > len(weights.tensors):
+            raise _too_many_layers(families.count_layers(fields), len(weights.tensors))
+        layers = found
+        predictors = families.layers_of(rule, fields, predictors=True)
     except ValueError as error:
         unknown.append(f"the KV cache: {error}")
-    unknown.append(
-        f"the scratch: {why}"
-        if arch in KNOWN
-        else f"the scratch: what computing {arch!r:.40} takes is the runtime's to say"
+    if family is None and layers is not None:
+        unknown.append(
+            f"the KV cache: {arch!r:.40} is an architecture that unimem does not know; the row is "
+            "what the keys of the file say, and a runtime may keep more"
+        )
+    shape = Shape(
+        arch,
+        grouped(layers),
+        None,
+        _vocab_size(weights),
+        _context_length(meta),
+        layers=layers or (),
+        is_counted=family is not None and layers is not None,
+        predictors=predictors,
+        goes_back=family is not None and family.goes_back,
     )
-    longest = vocab = None
+    return _with_dims(shape, weights, meta, unknown)
+
+
+def _with_dims(
+    shape: Shape, weights: ModelContents, meta: ArchMetadata, unknown: list[str]
+) -> Shape:
+    """Add the dimensions of an architecture that the engine's formulas fit."""
+    arch = str(shape.arch)
+    experts = None
+    is_mixture = arch in MIXTURES or bool(meta.get("expert_count"))
+    is_run = arch in ARCHITECTURES and (arch in MIXTURES or not is_mixture)
+    try:
+        dims = ModelDims.from_weights(weights)
+        if is_run and is_mixture:
+            experts = read_experts(meta, dims.num_layers)
+    except ValueError as error:
+        why = str(error) if arch in KNOWN else _RUNTIMES.format(arch)
+        return replace(shape, unknown=tuple(unknown), no_scratch=f"the scratch: {why}")
+    slides = meta.get("attention.sliding_window")
+    is_short = type(slides) is int and slides > 0
+    return replace(
+        shape,
+        dims=dims if shape.cache is not None else None,
+        vocab_size=dims.vocab_size,
+        max_ctx=dims.max_seq_len,
+        unknown=tuple(unknown),
+        no_scratch="" if is_run or not is_mixture else _EXPERTS,
+        slides=slides if is_short and all(k.window is None for k in shape.cache or ()) else None,
+        experts=experts,
+        is_run=is_run and shape.cache is not None and meta.get("attention.causal") is not False,
+    )
+
+
+def _context_length(meta: ArchMetadata) -> int | None:
     with suppress(ValueError):
-        longest = meta.count("context_length")
-    embedding = weights.tensors.get("token_embd.weight")
-    if embedding is not None and len(embedding.ne) == 2 and 0 < embedding.ne[1] <= MOST:
-        vocab = embedding.ne[1]
-    return Shape(arch, _grouped(layers), None, vocab, longest, tuple(unknown), layers=layers or ())
+        return meta.count("context_length")
+    return None
+
+
+def _vocab_size(weights: ModelContents) -> int | None:
+    found = weights.tensors.get("token_embd.weight")
+    if found is None or len(found.ne) != 2 or not 0 < found.ne[1] <= MOST:
+        return None
+    return found.ne[1]
+
+
+def _nothing_known(why: str) -> Shape:
+    unknown = (f"the KV cache: {why}",)
+    no_scratch = f"the scratch: {why}"
+    return Shape(None, None, None, None, None, unknown, no_scratch, is_counted=False)
 
 
 def _too_many_layers(n_layers: int, n_tensors: int) -> UnknownError:
@@ -186,75 +250,16 @@ def _too_many_layers(n_layers: int, n_tensors: int) -> UnknownError:
     )
 
 
-def _grouped(layers: Iterable[KeptLayer] | None) -> tuple[Layers, ...] | None:
+def grouped(layers: Iterable[KeptLayer] | None) -> tuple[Layers, ...] | None:
     """Group the layers that have rows of their own."""
     if layers is None:
         return None
     own = (one for one in layers if isinstance(one, KeptRows) and one.share_of is None)
-    found = Counter((one.n_kv_heads, one.k_size, one.v_size, one.window) for one in own)
+    found = Counter(
+        (one.n_kv_heads, one.k_size, one.v_size, one.window, one.every, one.is_divided)
+        for one in own
+    )
     return tuple(Layers(n, *kind) for kind, n in found.items())
-
-
-def _layers(
-    meta: ArchMetadata, arch: str, n_tensors: int
-) -> tuple[tuple[KeptLayer, ...], list[str]]:
-    """Read the layers, and sentences on what a runtime may do differently."""
-    if meta.get("attention.causal") is False:
-        return (), []  # nothing is kept: such a model reads a text as a whole
-    fields = MetadataFields(meta, arch)
-    family = families.of_architecture(arch)
-    if family is None and meta.get("attention.kv_lora_rank") is not None:
-        raise UnknownError(
-            f"{arch!r:.40} compresses keys and values (multi-head latent attention), and what a "
-            "runtime keeps of them is its choice"
-        )
-    if arch.startswith("t5"):
-        raise UnknownError(f"{arch!r:.40} has an encoder, whose output is kept, too")
-    count = families.count_layers(fields)
-    if count > n_tensors:
-        raise _too_many_layers(count, n_tensors)
-    if family is not None:
-        layers = families.layers_of(family, fields)
-        return layers, _choices(meta, layers)
-    state = next((key for key in _STATES if meta.get(key) is not None), None)
-    heads = meta.get("attention.head_count_kv")
-    if state is not None and (heads is None or isinstance(heads, (int, float, str))):
-        raise UnknownError(
-            f"{arch!r:.40} keeps a state of its own ('{arch:.40}.{state}'), and the file does not "
-            "say which layers have keys and values"
-        )
-    layers = families.layers_of(families.Family(), fields)
-    fewer = _choices(meta, layers)
-    if state is not None:
-        fewer.append(f"the state of {arch!r:.40} ('{arch:.40}.{state}') beside its KV cache")
-    return layers, fewer
-
-
-def _choices(meta: ArchMetadata, layers: tuple[KeptLayer, ...]) -> list[str]:
-    """Explain what a runtime may keep differently."""
-    rows = [layer for layer in layers if isinstance(layer, KeptRows)]
-    known = {
-        "attention.sliding_window": any(layer.window for layer in rows),
-        "attention.shared_kv_layers": any(layer.share_of is not None for layer in rows),
-    }
-    found = []
-    for key, text in _FEWER.items():
-        value = meta.get(key)
-        if type(value) is int and value > 0 and not known.get(key) and rows:
-            found.append(
-                "the KV cache of a runtime that keeps less: the row is of every token in every "
-                f"layer, and {text.format(value)}"
-            )
-    return found + _decompressed(layers)
-
-
-def _decompressed(layers: tuple[KeptLayer, ...]) -> list[str]:
-    if any(isinstance(layer, KeptRows) and not layer.v_size for layer in layers):
-        return [
-            "the KV cache of a runtime that keeps more: the row is of compressed keys, which "
-            "include the values"
-        ]
-    return []
 
 
 # ---- safetensors --------------------------------------------------------------------------------
@@ -285,7 +290,7 @@ def read_config(path: str, read: Callable[[str, int], bytes]) -> tuple[dict[str,
 def from_config(config: dict[str, Any] | None, why: str) -> Shape:
     """Return the shape of a model by its ``config.json``, or without one for the reason `why`."""
     if config is None:
-        return Shape(None, None, None, None, None, (f"the KV cache: {why}", f"the scratch: {why}"))
+        return _nothing_known(why)
     kind = config.get("model_type")
     arch = kind if isinstance(kind, str) else None
     inner = config.get("text_config")
@@ -294,21 +299,35 @@ def from_config(config: dict[str, Any] | None, why: str) -> Shape:
     fields = _config_fields(values, nested=is_nested)
     vocab, longest = _known(fields, "vocab_size"), _known(fields, "context_length")
     unknown: list[str] = []
-    dims = None
+    dims, no_scratch = None, ""
     try:
         if is_nested:
-            raise UnknownError(f"what computing {arch!r:.40} takes is the runtime's to say")
+            raise UnknownError(_RUNTIMES.format(arch))
         dims = _config_dims(values, fields, vocab, longest)
     except ValueError as error:
-        unknown.append(f"the scratch: {error}")
+        no_scratch = f"the scratch: {error}"
     layers: tuple[KeptLayer, ...] | None = None
     try:
         layers = _config_layers(values, fields)
-        unknown += _decompressed(layers)
+        if any(isinstance(layer, KeptRows) and not layer.v_size for layer in layers):
+            unknown.append(
+                "the KV cache of a runtime that keeps more: the row is of compressed keys, which "
+                "include the values"
+            )
     except ValueError as error:
         unknown.append(f"the KV cache: {error}")
         dims = None  # the work memory of attention is unknown too
-    return Shape(arch, _grouped(layers), dims, vocab, longest, tuple(unknown), layers=layers or ())
+    return Shape(
+        arch,
+        grouped(layers),
+        dims,
+        vocab,
+        longest,
+        tuple(unknown),
+        no_scratch,
+        layers=layers or (),
+        is_counted=layers is not None,
+    )
 
 
 def _config_fields(values: Mapping[str, Any], *, nested: bool) -> ConfigFields:
@@ -336,10 +355,7 @@ def _config_layers(values: Mapping[str, Any], fields: ConfigFields) -> tuple[Kep
     if family is None:
         raise UnknownError(f"what {_named(kind)} keeps of a token is not known to unimem")
     if not family.compresses and fields.number("attention.kv_lora_rank"):
-        raise UnknownError(
-            "keys and values are compressed (multi-head latent attention), and what a runtime "
-            "keeps of them is its choice"
-        )
+        raise UnknownError(families.COMPRESSED)
     return families.layers_of(family, fields)
 
 

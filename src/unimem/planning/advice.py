@@ -110,7 +110,8 @@ def _list_changes(plan: Plan, replan: Replan) -> Iterator[tuple[str, dict[str, A
             f"a context of {format_count(plan.max_ctx, 'token')}, the longest that fits",
             {"ctx": plan.max_ctx},
         )
-    if plan.window is None and plan.ctx is not None and not _device_bytes(plan):
+    is_own = plan.engine == "unimem" and not _device_bytes(plan)
+    if plan.window is None and plan.ctx is not None and is_own:
         window = _choose_window(plan.ctx, replan)
         if window:
             yield f"attention that sees the last {window:,} tokens only", {"window": window}

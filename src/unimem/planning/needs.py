@@ -48,6 +48,9 @@ Mode = Literal["map", "copy", "direct", "repack"]
 PREFILL_BATCH = 128
 """Tokens of a prompt that the engine computes at once."""
 
+# What each thread of ggml unpacks a part of a matrix into, for a batch (`TILED_WS_SLOT`).
+_TILE_BYTES = 512 << 10
+
 BYTES_A_THREAD = 32 << 20
 """Bytes of weights for which one more thread computes by default.
 
@@ -398,7 +401,8 @@ class Session:
 
     def whole_bytes(self, ctx: int) -> int:
         """Return the bytes of a cache that keeps every token in every layer, states included."""
-        rows = sum(self._part_bytes(layers, ctx) for layers in self.shape.cache or ())
+        by_head = self.shape.dims is not None  # as the engine's cache
+        rows = sum(self._part_bytes(layers, ctx, by_head) for layers in self.shape.cache or ())
         return rows + self._state_bytes()
 
     def scratch_bytes(self, ctx: int) -> int:
@@ -406,7 +410,9 @@ class Session:
         if self.shape.dims is None:
             return 0
         n_rows = [self._n_rows(layers, ctx) for layers in self._parts(ctx)]
-        parts = scratch_parts(self.shape.dims, ctx, self.threads, n_rows, self.shape.experts)
+        parts = scratch_parts(
+            self.shape.dims, ctx, self.threads, n_rows, self.shape.experts, self.shape.is_tiled
+        )
         return -(-sum(parts.values()) // _LEAST_BYTES) * _LEAST_BYTES
 
     def needs(self, ctx: int, budget: Budget) -> list[Need]:
@@ -474,11 +480,13 @@ class Session:
         )
         return k, v
 
-    def _part_bytes(self, layers: Layers, n_rows: int) -> int:
-        total = 0
-        for row in self._row_bytes(layers):
-            total += self.batch * layers.n_layers * (-(-n_rows * row // _ALIGN) * _ALIGN)
-        return total
+    def _part_bytes(self, layers: Layers, n_rows: int, by_head: bool = False) -> int:
+        heads = layers.n_heads if by_head else 1
+        lanes = self.batch * layers.n_layers * heads
+        return sum(
+            lanes * (-(-n_rows * row // heads // _ALIGN) * _ALIGN)
+            for row in self._row_bytes(layers)
+        )
 
     def _state_bytes(self) -> int:
         """Return the bytes of the states of all streams, each in whole lanes."""
@@ -537,7 +545,12 @@ def default_threads(weight_bytes: int, most: int) -> int:
 
 
 def scratch_parts(
-    dims: ModelDims, ctx: int, threads: int, n_rows: Sequence[int], experts: Experts | None = None
+    dims: ModelDims,
+    ctx: int,
+    threads: int,
+    n_rows: Sequence[int],
+    experts: Experts | None = None,
+    tiled: bool = False,
 ) -> dict[str, int]:
     """Bound what the engine takes from the scratch tape.
 
@@ -549,6 +562,8 @@ def scratch_parts(
         Tokens of context, and threads.
     n_rows : sequence of int
         The rows of a lane in each part of the KV cache.
+    tiled : bool
+        Whether ggml may unpack matrices tile by tile: see `Shape`.
 
     Returns
     -------
@@ -571,10 +586,10 @@ def scratch_parts(
         outputs = n_used * hidden
         wide = max(3 * q, 3 * inner + outputs, inner + 2 * outputs) + 3 * n_experts + 2 * n_used
     values = 4 * n * (3 * hidden + wide) + 64 * _ALIGN
-    # A batch of inputs in 16 bits; or, for each thread, four tiles of 64 rows of heads, or partial
-    # results of attention over all heads.
+    # A batch of inputs in 16 bits, and a tile of a matrix for each thread; or, for each thread,
+    # four tiles of 64 rows of heads, or partial results of attention over all heads.
     heads, size = dims.num_attention_heads, dims.head_dim
-    batch_work = 2 * n * max(hidden, q, inner)
+    batch_work = 2 * n * max(hidden, q, inner) + (threads * _TILE_BYTES if tiled else 0)
     if experts is not None:
         # The rows of each expert, and a line of the CPU's caches for each.
         batch_work += 8 * (n_experts * (n * n_used + 1) + 4) + _ALIGN * (n_experts + 1)

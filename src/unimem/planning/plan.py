@@ -15,8 +15,11 @@ from unimem.base.text import format_bytes, format_ranges
 from unimem.buffers.decode_buffers import DecodeBuffers
 from unimem.kv.types import kv_name, kv_pair
 from unimem.models.dims import ModelDims
+from unimem.models.shapes import Shape
+from unimem.planning.companions import Companions, open_companions
 from unimem.planning.gpu_bytes import RESERVE_BYTES, STAGING_BYTES, round_to_pages
 from unimem.planning.hosts import DescribedHost, Host, find_host
+from unimem.planning.llama_cpp import NO_SCRATCH, Engine, LlamaSession, Slots
 from unimem.planning.needs import (
     Budget,
     MachineBudget,
@@ -59,6 +62,10 @@ def plan(
     load: EngineLoad = "auto",
     sessions: int = 1,
     device: str | None = None,
+    engine: Engine | None = None,
+    slots: int | str | None = None,
+    mmproj: str | os.PathLike[str] | None = None,
+    draft: str | os.PathLike[str] | None = None,
     machine: MachineFacts | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     **placement: Unpack[PlacementOptions],
 ) -> Plan:
@@ -92,6 +99,18 @@ def plan(
         scratch and repacked tensors.
     device : str, optional
         ``"cuda:0"``: for that GPU, as `unimem.cuda.Layout.for_model`.
+    engine : {"unimem", "llama.cpp"}, optional
+        The engine that runs it; by default unimem's own for what that runs, and for all but GGUF,
+        else llama.cpp (build b11549, with llama-server's defaults: batches of 512).
+    slots : int or str, optional
+        Conversations of one llama-server, which share the context, as is its default; or, as in
+        ``"4:divided"``, have an equal part of it each (``--no-kv-unified``). Each stream of a
+        `batch` has the whole context, and each of `sessions` is a process of its own.
+    mmproj : path-like, optional
+        A projector that llama.cpp loads beside the model.
+    draft : path-like, optional
+        A draft model that llama.cpp loads beside it; or ``"mtp"``, for the model's own layers that
+        predict further tokens.
     machine : Machine, mapping, str or path-like, optional
         Another machine, whose limits count: the result of `doctor` there; or its figures, as in
         ``{"memory": "16G", "cpus": 8, "pools": {"2m": 4096}, "nodes": 2}``, where only the
@@ -118,8 +137,8 @@ def plan(
     -----
     For the architectures of the engine, each row is exact to the byte: ``other`` has private copies
     of the files' headers, and ``diagnostics`` the memory that a process publishes from its first
-    `Decoder` on, which a `Layout` without one lacks. For other architectures the KV cache follows
-    from the metadata, if possible. `Plan.unknown` lists the rest, which no row has.
+    `Decoder` on, which a `Layout` without one lacks. For llama.cpp the KV cache and the states are
+    what it prints. `Plan.unknown` lists the rest, which no row has.
 
     Examples
     --------
@@ -145,15 +164,18 @@ def plan(
         load=load,
         sessions=sessions,
         device=device,
+        engine=engine,
+        slots=slots,
         placement=placement,
     )
-    if isinstance(path_or_dims, ModelDims):
-        return _Planner(DimsSource(path_or_dims), host).plan(options)
-    if isinstance(path_or_dims, Weights):
-        return _Planner(WeightsSource(path_or_dims), host).plan(options)
-    with open_files(path_or_dims, tries=1) as model:
-        is_here = not isinstance(host, DescribedHost)
-        return _Planner(FileSource(model, is_here=is_here), host).plan(options)
+    with open_companions(mmproj, draft) as beside:
+        if isinstance(path_or_dims, ModelDims):
+            return _Planner(DimsSource(path_or_dims), host, beside).plan(options)
+        if isinstance(path_or_dims, Weights):
+            return _Planner(WeightsSource(path_or_dims), host, beside).plan(options)
+        with open_files(path_or_dims, tries=1) as model:
+            is_here = not isinstance(host, DescribedHost)
+            return _Planner(FileSource(model, is_here=is_here), host, beside).plan(options)
 
 
 @contextmanager
@@ -174,15 +196,7 @@ def plans_of(path: str) -> Iterator[Callable[..., Plan]]:
             sessions: int = 1,
         ) -> Plan:
             options = PlanOptions.from_arguments(
-                ctx=ctx,
-                batch=1,
-                kv_dtype=kv_dtype,
-                window=None,
-                threads=None,
-                load=load,
-                sessions=sessions,
-                device=None,
-                placement={},
+                ctx=ctx, kv_dtype=kv_dtype, load=load, sessions=sessions
             )
             return _Planner(source, find_host(machine)).plan(options)
 
@@ -201,11 +215,14 @@ class PlanOptions:
     load: EngineLoad
     sessions: int
     device: int | None
+    engine: Engine | None
+    slots: Slots | None
     placement: PlacementOptions
 
     @classmethod
     def from_arguments(cls, **given: Any) -> PlanOptions:
-        """Check arguments; an error names the option."""
+        """Check arguments, by default those of `plan`; an error names the option."""
+        given = _DEFAULTS | given
         loading.check_load(given["load"], for_engine=True)
         policy.check_options(given["placement"])
         threads, window, ctx = given["threads"], given["window"], given["ctx"]
@@ -217,6 +234,9 @@ class PlanOptions:
             if window is not None:
                 raise ValueError(f"window={window}: a GPU has no ring, which is mapped twice")
             device = int(found[1])
+        engine, slots = given["engine"], given["slots"]
+        if engine not in (None, "unimem", "llama.cpp"):
+            raise ValueError(f"engine: expected unimem or llama.cpp, got {engine!r:.40}")
         return cls(
             None if ctx is None else _count("ctx", ctx, _MOST),
             _count("batch", given["batch"], 2**20),
@@ -226,8 +246,30 @@ class PlanOptions:
             given["load"],
             _count("sessions", given["sessions"], MOST_SESSIONS),
             device,
+            engine,
+            None if slots is None else Slots.parse(slots),
             given["placement"],
         )
+
+    def for_engine(self, shape: Shape, *, is_gguf: bool, with_others: bool) -> PlanOptions:
+        """Return a copy for one engine; refuse what that does not have."""
+        of_unimem = [
+            f"{name}={getattr(self, name)}"
+            for name in ("window", "device")
+            if getattr(self, name) is not None
+        ]
+        of_llama_cpp = ["slots"] if self.slots is not None else []
+        of_llama_cpp += ["mmproj and draft"] if with_others else []
+        engine = self.engine
+        if engine is None:
+            is_own = of_unimem or not is_gguf or shape.is_run
+            engine = "unimem" if is_own and not of_llama_cpp else "llama.cpp"
+        wrong = of_llama_cpp if engine == "unimem" else of_unimem
+        if wrong:
+            raise ValueError(
+                f"{wrong[0]}: {engine} has no such option: leave it out, or take the other engine"
+            )
+        return replace(self, engine=engine)
 
     def with_changes(self, changes: Mapping[str, Any]) -> PlanOptions:
         """Return a copy with some options of `plan` changed."""
@@ -236,6 +278,9 @@ class PlanOptions:
         return replace(self, **own, placement=self.placement | rest)
 
 
+_DEFAULTS: dict[str, Any] = dict.fromkeys(
+    ("ctx", "window", "threads", "device", "engine", "slots")
+) | {"batch": 1, "placement": {}}
 _OWN_OPTIONS = {item.name for item in fields(PlanOptions)} - {"placement"}
 
 
@@ -249,8 +294,8 @@ def _count(name: str, value: object, most: int) -> int:
 class _Planner:
     """A planner of one model, which reads the host's figures once. For one thread."""
 
-    def __init__(self, source: ModelSource, host: Host) -> None:
-        self._source, self._host = source, host
+    def __init__(self, source: ModelSource, host: Host, beside: Companions | None = None) -> None:
+        self._source, self._host, self._beside = source, host, beside
         self._machine = MachineBudget(host)
         self._facts = source.facts | ({} if host is limits else {"machine": str(host)})
         self._is_elsewhere = isinstance(host, DescribedHost)
@@ -258,6 +303,11 @@ class _Planner:
 
     def plan(self, options: PlanOptions) -> Plan:
         """Make a plan, with advice if it does not fit."""
+        options = options.for_engine(
+            self._source.shape,
+            is_gguf=self._source.facts["format"] == "GGUF",
+            with_others=self._beside is not None,
+        )
         if options.threads is None:
             weight_bytes = sum(self._source.by_type().values())
             n_threads = default_threads(weight_bytes, self._host.thread_count())
@@ -286,7 +336,8 @@ class _Planner:
                 "load='repack', and leave out numa"
             )
         options = replace(options, placement=placement)
-        repacks = not self._is_elsewhere  # that CPU is unknown
+        # Another machine's CPU is unknown, and llama.cpp has its own way.
+        repacks = not self._is_elsewhere and options.engine == "unimem"
         choice = self._source.mode(options.load, placement, budget, repacks=repacks)
         made = self._make_as(options, choice.mode, choice.reason)
         if made.verdict != "fits" and choice.is_wish:
@@ -299,19 +350,27 @@ class _Planner:
     def _make_as(self, options: PlanOptions, mode: Mode, reason: str) -> Plan:
         storage = Storage.from_options(options.placement)
         session = self._session(options, storage.beside_weights())
+        beside = self._beside
         budget = Budget(self._machine)
         fixed = self._source.weights(mode, storage, budget, options.sessions)
         if self._is_elsewhere:
             fixed = [replace(need, taken_bytes=0) for need in fixed]
-        if self._source.shape.dims is not None:
+        if options.engine == "unimem" and self._source.shape.dims is not None:
             fixed.append(diagnostics_need())
+        fixed += [] if beside is None else beside.weights(storage, budget, options.sessions)
 
         def needs(ctx: int) -> list[Need]:
-            return fixed + _session_needs(session, ctx, options.sessions, budget.copy())
+            found = _session_needs(session, ctx, options.sessions, budget.copy())
+            if beside is not None and isinstance(session, LlamaSession):
+                found += beside.caches(session, ctx) * options.sessions
+            return fixed + found
 
         max_ctx = None
         if session.is_known:
-            most = self._source.shape.longest_ctx(options.window)
+            shape = self._source.shape
+            most = shape.max_ctx or _MOST
+            if options.engine == "unimem":
+                most = shape.longest_ctx(options.window)
             max_ctx = self._find_longest(needs, storage, most, options.ctx or 0)
         ctx = options.ctx
         if ctx is None and max_ctx is not None:
@@ -341,8 +400,14 @@ class _Planner:
             history_bytes=session.history_bytes(ctx) if ctx is not None else 0,
         )
 
-    def _session(self, options: PlanOptions, storage: Storage) -> Session:
+    def _session(self, options: PlanOptions, storage: Storage) -> Session | LlamaSession:
         assert options.threads is not None  # since `plan`
+        if options.engine == "llama.cpp":
+            predicts = self._beside is not None and self._beside.predicts
+            slots = options.slots or Slots()
+            return LlamaSession(
+                self._source.shape, options.batch, options.kv_dtype, slots, predicts
+            )
         return Session(
             self._source.shape,
             options.batch,
@@ -354,11 +419,11 @@ class _Planner:
 
     def _new_plan(self, options: PlanOptions, **figures: Any) -> Plan:
         numa = options.placement.get("numa")
-        checks = figures["checks"]
+        checks, shape = figures["checks"], self._source.shape
         assert options.threads is not None  # since `plan`
         return Plan(
             advice=(),
-            unknown=self._source.shape.unknown,
+            unknown=(*shape.unknown, *self._not_counted(options)),
             batch=options.batch,
             kv_dtype=options.kv_dtype,
             window=options.window,
@@ -367,10 +432,20 @@ class _Planner:
             pages=options.placement.get("pages", "auto"),
             numa=numa,
             available_bytes=min(one.available_bytes for one in checks if one.is_hard),
-            model_ctx=self._source.shape.max_ctx,
-            layers=self._source.shape.layers,
+            model_ctx=shape.max_ctx,
+            layers=shape.layers,
+            engine=options.engine or "unimem",
+            slots=None if options.slots is None else str(options.slots),
+            is_counted=shape.is_counted and (self._beside is None or self._beside.is_counted),
             **figures,
         )
+
+    def _not_counted(self, options: PlanOptions) -> tuple[str, ...]:
+        """Explain what of drafts and of the scratch memory no row has."""
+        no_scratch = self._source.shape.no_scratch
+        if options.engine == "llama.cpp":
+            return (*(() if self._beside is None else self._beside.unknown), NO_SCRATCH)
+        return (no_scratch,) if no_scratch else ()
 
     def _find_longest(
         self, needs: Callable[[int], list[Need]], storage: Storage, most: int, asked: int
@@ -570,10 +645,12 @@ class _Planner:
         )
 
 
-def _session_needs(session: Session, ctx: int, n: int, budget: Budget) -> list[Need]:
+def _session_needs(session: Session | LlamaSession, ctx: int, n: int, budget: Budget) -> list[Need]:
     """List the needs of n conversations, one after the other."""
     found = session.needs(ctx, budget)
-    alike = session.storage.numa is None and not session.storage.lock
+    alike = isinstance(session, LlamaSession) or (
+        session.storage.numa is None and not session.storage.lock
+    )
     if alike and all(need.ram_bytes == need.nbytes for need in found):
         return found * n  # without a pool, a block does not affect the next one
     for _ in range(n - 1):

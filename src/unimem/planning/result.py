@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import PurePath
 from typing import Any, Literal
@@ -26,15 +26,24 @@ from unimem.base.text import (
 from unimem.errors import CapacityError
 from unimem.kv.layer_specs import Layer, LayerKV, LayerState
 from unimem.models.families import KeptLayer, KeptState, in_words
+from unimem.planning.llama_cpp import Engine
 from unimem.planning.needs import Mode
 from unimem.system.placement import Pages
 
 __all__ = ["Advice", "Check", "Plan", "Verdict", "find_worst_check", "is_as_asked", "plan_lines"]
 
-Verdict = Literal["fits", "reads from disk", "does not fit"]
+Verdict = Literal["fits", "reads from disk", "at least", "does not fit"]
 """The verdict of a plan."""
 
-_SCHEMA = "unimem.plan/1"
+FITS: Mapping[Verdict, bool | None] = {
+    "fits": True,
+    "reads from disk": True,
+    "at least": None,
+    "does not fit": False,
+}
+"""Whether what has a verdict runs; None if that is not known."""
+
+_SCHEMA = "unimem.plan/2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +154,13 @@ class Plan:
     scratch_bytes, history_bytes : int
         Sizes of the two tapes of one session. With a window, or sliding layers, the KV cache is in
         memory of its own, and the history tape is one page.
+    engine : {"unimem", "llama.cpp"}
+        The engine that it is for.
+    slots : str or None
+        Conversations of a llama-server: a number, with ``":divided"`` if each has an equal part of
+        the context.
+    is_counted : bool
+        Whether the rows have all that its layers keep.
     model_ctx : int or None
         The model's own context, if its header has it.
     layers : tuple of KeptRows or KeptState
@@ -175,6 +191,9 @@ class Plan:
     model_ctx: int | None = None
     unread_bytes: int = 0
     layers: tuple[KeptLayer, ...] = ()
+    engine: Engine = "unimem"
+    slots: str | None = None
+    is_counted: bool = True
 
     def __getitem__(self, category: str) -> Row:
         """Return the row of a category: of main memory, else of the first device that has one.
@@ -192,12 +211,9 @@ class Plan:
         return sum(row.nbytes for row in self.rows if row.device is None)
 
     @property
-    def fits(self) -> bool:
-        """Whether it runs: every hard limit has room; pages of a mapped file need none.
-
-        See `verdict`.
-        """
-        return all(check.fits for check in self.checks if check.is_hard)
+    def fits(self) -> bool | None:
+        """Whether it runs, as its verdict says; None if that is not known."""
+        return FITS[self.verdict]
 
     @property
     def verdict(self) -> Verdict:
@@ -205,10 +221,13 @@ class Plan:
 
         ``"fits"``: everything stays in memory; at limits that are not hard, memory may be placed
         otherwise than requested. ``"reads from disk"``: it runs, and each token reads
-        `spilled_bytes` of the mapped file again. ``"does not fit"``: it is refused.
+        `spilled_bytes` of the mapped file again. ``"at least"``: the rows have room, but what its
+        layers keep is not known, or not all of it. ``"does not fit"``: it is refused.
         """
-        if not self.fits:
+        if find_worst_check(self, strict=False) is not None:
             return "does not fit"
+        if not self.is_counted:
+            return "at least"
         return "reads from disk" if self.spilled_bytes else "fits"
 
     def require_fits(self, *, strict: bool = True, taken_bytes: int = 0) -> None:
@@ -258,7 +277,9 @@ class Plan:
         LayerKV(n_kv_heads=4, head_dim=8, v_head_dim=8, window=None, dtype=None, share_of=None)
         """
         if not self.layers:
-            raise ValueError("what the layers of the model keep is not known")
+            raise ValueError("what the layers of the model keep is not known, or nothing")
+        if any(layer.every > 1 for layer in self.layers if not isinstance(layer, KeptState)):
+            raise ValueError("the model keeps rows of several tokens, which no cache of unimem has")
         return [
             LayerState(layer.shape)
             if isinstance(layer, KeptState)
@@ -273,7 +294,7 @@ class Plan:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain dicts, lists, numbers and texts, as docs/schemas/plan-1.json has them."""
+        """Return plain dicts, lists, numbers and texts, as docs/schemas/plan-2.json has them."""
         return {
             "schema": _SCHEMA,
             "verdict": self.verdict,
@@ -362,7 +383,11 @@ def plan_lines(surface: Surface, plan: Plan, path: str | None = None) -> Iterato
 
 def _facts(plan: Plan, path: str) -> dict[str, str]:
     known = plan.facts
-    what = (known.get("architecture") or "architecture unknown", known.get("format"))
+    is_gguf = known.get("format") == "GGUF"
+    what = (
+        known.get("architecture") or "architecture unknown",
+        f"GGUF for {plan.engine}" if is_gguf else known.get("format"),
+    )
     tokens = "unknown" if plan.ctx is None else format_count(plan.ctx, "token")
     notes = []
     if plan.model_ctx:
@@ -374,6 +399,9 @@ def _facts(plan: Plan, path: str) -> dict[str, str]:
     cache = [tokens, f"KV {plan.kv_dtype}"]
     cache += [f"attention sees the last {plan.window:,}"] if plan.window else []
     cache += [format_count(plan.batch, "stream")] if plan.batch > 1 else []
+    if plan.slots is not None:
+        n, _, divided = plan.slots.partition(":")
+        cache.append(f"{n} slots {'with a part each' if divided else 'that share it'}")
     cache += [format_count(plan.sessions, "session")] if plan.sessions > 1 else []
     name, kind = known.get("name") or PurePath(path).stem, ", ".join(filter(None, what))
     facts = {
@@ -474,10 +502,16 @@ def _verdict(surface: Surface, plan: Plan) -> str:
         start, end = f"Does not fit: {_figures(worst)} (", f"). {_largest(plan)}"
         name = shorten(escape(worst.name), surface.width - len(start) - len(end))
         return start + name + end
+    if plan.verdict == "at least":
+        known = _of(plan.total_bytes - plan.unread_bytes, plan.available_bytes)
+        start, end = f"At least {known}: the cache of ", " is not known."
+        name = escape(plan.facts.get("architecture") or "this file")
+        return start + shorten(name, max(8, surface.width - len(start) - len(end))) + end
     if plan.spilled_bytes:
         again = format_bytes(plan.spilled_bytes)
         return f"Reads from disk: {again} with every token. {_largest(plan)}"
     fits = [_of(plan.total_bytes - plan.unread_bytes, plan.available_bytes)]
+    fits += ["compute buffers not counted"] if plan.engine == "llama.cpp" else []
     devices = {row.device for row in plan.rows}
     fits += [f"{_figures(check)} on {check.name}" for check in plan.checks if check.name in devices]
     return f"Fits: {', '.join(fits)}. {_largest(plan)}"

@@ -354,7 +354,7 @@ def _describe(
         name = weights.metadata.get("general.name")
         if isinstance(name, str):
             facts["name"] = name[:_NAME_CHARS]
-        if shape.dims is not None:
+        if shape.is_run:
             facts["ggml"] = _GGML
     if shape.arch is not None:
         facts["architecture"] = shape.arch[:_NAME_CHARS]

@@ -28,6 +28,8 @@ _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _SMAPS_BYTES = 1 << 20  # of more than a thousand areas
 _PF_KTHREAD = 0x00200000  # of the kernel's sched.h
 _PAGEMAP_ENTRIES = 1 << 17  # read at a time
+# Bits of an entry: in RAM, swapped out, and of a file or shared.
+_PRESENT, _SWAPPED, _OF_FILE, _ONE = map(np.uint64, (63, 62, 61, 1))
 
 _NODE = re.compile(rb" N(\d+)=(\d+)")
 _KERNEL_PAGE = re.compile(rb" kernelpagesize_kB=(\d+)")
@@ -42,6 +44,7 @@ _SIZES = (
     b"FilePmdMapped",
     b"Swap",
     b"KernelPageSize",
+    b"Anonymous",
 )
 # An entry of smaps or maps: its head, then lines in any order; lines of unknown names are skipped.
 # One expression for all of it is the fastest way in Python, and most of the time of a reading.
@@ -80,6 +83,9 @@ class Area(NamedTuple):
         Bytes in RAM on each node that holds some.
     flags : frozenset of str
         The words of VmFlags.
+    anonymous_bytes : int
+        In RAM, in pages that are no file's; in a private mapping of a file, copies that were
+        written to.
     """
 
     start: int
@@ -98,6 +104,7 @@ class Area(NamedTuple):
     page_bytes: int
     nodes: dict[int, int]
     flags: frozenset[str] = frozenset()
+    anonymous_bytes: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -108,6 +115,12 @@ class Area(NamedTuple):
     def resident_bytes(self) -> int:
         """Its bytes in RAM, in pages of any kind."""
         return self.rss_bytes + self.hugetlb_bytes
+
+    @property
+    def written_bytes(self) -> int:
+        """Its bytes in private copies of pages of its file, in RAM or swapped out."""
+        is_private = bool(self.inode) and self.access[3:] == "p"
+        return self.anonymous_bytes + self.swapped_bytes if is_private else 0
 
     @property
     def is_accessible(self) -> bool:
@@ -187,10 +200,22 @@ class Process:
 
     def pages_in_ram(self, start: int, end: int) -> NDArray[np.bool_]:
         """Return for each base page of a range whether it is in RAM; raise as `in_ram`."""
+        return self._pagemap(start, end) >> _PRESENT > 0
+
+    def pages_written(self, start: int, end: int) -> NDArray[np.bool_]:
+        """Return for each base page of a private mapping of a file whether it is a copy.
+
+        A page becomes a copy when it is written to, and may be swapped out. Raises as `in_ram`.
+        """
+        entries = self._pagemap(start, end)
+        is_own = (entries >> _PRESENT > 0) & (entries >> _OF_FILE & _ONE == 0)
+        return is_own | (entries >> _SWAPPED & _ONE > 0)
+
+    def _pagemap(self, start: int, end: int) -> NDArray[np.uint64]:
         if not 0 <= start <= end:
             raise ValueError(f"expected a range of addresses, got {start:#x} to {end:#x}")
         first, last = start // _PAGE, -(-end // _PAGE) if end > start else start // _PAGE
-        present = np.zeros(last - first, np.bool_)
+        found = np.zeros(last - first, np.uint64)
         with _opened(self.pid) as folder:
             if _stat(folder).started != self.started:
                 raise _ended(self.pid)
@@ -200,12 +225,12 @@ class Process:
                     raw = os.pread(fd, 8 * min(last - at, _PAGEMAP_ENTRIES), 8 * at)
                     if not raw:  # addresses that no process has, or this one has no memory now
                         break
-                    entries = np.frombuffer(raw, np.uint64)
-                    present[at - first : at - first + len(entries)] = entries >> np.uint64(63)
-                    at += len(entries)
+                    n = len(raw) // 8
+                    found[at - first : at - first + n] = np.frombuffer(raw, np.uint64)
+                    at += n
             if _has_ended(folder):
                 raise _ended(self.pid)
-        return present
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,7 +398,7 @@ def _areas(smaps: bytes, node: int | None = None) -> list[Area]:
         # Areas may be joined between two reads: the kernel then writes the whole after its part.
         while areas and areas[-1].end > start:
             areas.pop()
-        rss, pss, shared, private, thp, shmem, file, swapped, page = sizes
+        rss, pss, shared, private, thp, shmem, file, swapped, page, anonymous = sizes
         hugetlb = int(shared or 0) + int(private or 0) << 10
         rss_bytes = int(rss or 0) << 10
         resident = rss_bytes + hugetlb
@@ -396,6 +421,7 @@ def _areas(smaps: bytes, node: int | None = None) -> list[Area]:
                 page_bytes=int(page or 0) << 10 or _PAGE,
                 nodes={node: resident} if resident and node is not None else {},
                 flags=flags,
+                anonymous_bytes=int(anonymous or 0) << 10,
             )
         )
     return areas

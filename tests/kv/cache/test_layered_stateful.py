@@ -7,8 +7,6 @@ from __future__ import annotations
 import errno
 import math
 import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,12 +14,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 import unimem as um
+from support.contracts.faulty_calls import FaultyCalls, Refusals
 from support.contracts.kv_model import Array, as_float32, given, kept, memory, same_bits
 from support.contracts.layers_model import LayersModel, sides_of
-from support.kernel.os_faults import os_faults
 from support.project.tiers import examples
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
@@ -45,7 +43,6 @@ FAULTS = st.one_of(
 PERCENT = st.one_of(st.integers(0, 100), st.integers(0, 110))
 WHOLE = st.sampled_from([True, True, True, False])
 COUNTS = st.one_of(st.integers(1, 9), st.integers(0, 30))
-Refusals = type[Exception] | tuple[type[Exception], ...]
 
 
 @st.composite
@@ -65,15 +62,8 @@ def layers_of(draw: st.DrawFn) -> list[um.LayerKV | um.LayerState]:
     return layers
 
 
-class Mixed(RuleBasedStateMachine):
+class Mixed(FaultyCalls):
     """A cache of layers, and the model of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stack = ExitStack()
-        self.faults = self.stack.enter_context(os_faults())
-        self.views: list[Array] = []
-        self.rng = np.random.default_rng(0)
 
     @initialize(
         layers=layers_of(),
@@ -111,36 +101,6 @@ class Mixed(RuleBasedStateMachine):
         self.model = LayersModel(self.kv.layers, self.kv.n_rows, batch, MOST, room)
         own = {i: self.kv.layers[i] for i in self.model.own}
         self.kinds = [[i for i in own if own[i] == kind] for kind in dict.fromkeys(own.values())]
-
-    def teardown(self) -> None:
-        # Last, whatever close() raises: without it the library goes on with the faults' functions.
-        with self.stack:
-            self.views.clear()
-            if hasattr(self, "kv"):
-                self.kv.close()
-
-    def attempt(
-        self,
-        call: Callable[[], Any],
-        *,
-        must: Refusals = (),
-        may: Refusals = (),
-        fault: tuple[int, int] | None = None,
-    ) -> tuple[Any] | None:
-        """The result in a tuple; None when the call was refused, as it had to or was allowed to."""
-        self.faults.arm(*(fault or (0, 0)))
-        try:
-            result = call()
-        except Exception as caught:
-            if isinstance(caught, must or may):
-                return None
-            if self.faults.failed and isinstance(caught, (MemoryError, OSError)):
-                return None
-            raise
-        finally:
-            self.faults.disarm()
-        assert must == (), f"expected {must}"
-        return (result,)
 
     def tokens(self, layer: int, n: int) -> tuple[Array, Array]:
         spec = self.kv.layers[layer]
@@ -185,10 +145,6 @@ class Mixed(RuleBasedStateMachine):
                 self.crop_to(ways[-1] - self.model.first_position)
             else:
                 self.clear()
-
-    def part(self, percent: int) -> int:
-        seq_len = self.model.seq_len
-        return seq_len * min(percent, 100) // 100 + max(0, percent - 100)
 
     # ---- the calls ----
 
@@ -397,7 +353,7 @@ class Mixed(RuleBasedStateMachine):
         self.views.clear()
         self.kv.close()
         (self.kv,) = got
-        self.model.forget_unsaved()
+        self.model.forget_unsaved(is_copy=how == "copy")
         self.model.n_rows = self.kv.n_rows
         self.agree()
         self.crop_a_little(back)

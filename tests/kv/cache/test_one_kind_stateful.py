@@ -6,32 +6,27 @@ from __future__ import annotations
 
 import errno
 import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 import unimem as um
 from support.contracts import kv_model as kvm
+from support.contracts.faulty_calls import FaultyCalls, Refusals
 from support.contracts.kv_model import Array, given, same_bits, stored
 from support.kernel import proc_maps
-from support.kernel.os_faults import os_faults
 from support.project.tiers import examples
-from unimem.system import limits
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
 PAGE = proc_maps.PAGE
 
-Refusals = type[Exception] | tuple[type[Exception], ...]
 # None, or what fails: the nth system call with an errno, or the nth question for room.
 FAULTS = st.one_of(
     st.none(),
@@ -67,29 +62,12 @@ class Held:
             self.clean &= [row not in rows for row in self.rows]
 
 
-class CacheAgainstModel(RuleBasedStateMachine):
+class CacheAgainstModel(FaultyCalls):
     """The rules of all caches. A kind says how it is made, and what its model is."""
 
     N_LAYERS, HEADS, DIM, MAX = 2, 2, 64, 40
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stack = ExitStack()
-        self.faults = self.stack.enter_context(os_faults())
-        self.n_asked, self.refuse_at, self.refused = 0, 0, False
-        require = limits.require
-
-        def refusing(nbytes: int, what: str) -> None:
-            self.n_asked += 1
-            if self.n_asked == self.refuse_at:
-                self.refused = True
-                raise um.CapacityError(f"{what}: refused by the test", 0, 0, nbytes)
-            require(nbytes, what)
-
-        self.stack.enter_context(mock.patch.object(limits, "require", refusing))
-        self.any_failed = False
-        self.views: list[Held] = []
-        self.rng = np.random.default_rng(0)
+    kv: um.KVCache
+    model: kvm.Model
 
     @initialize(
         batch=st.sampled_from([1, 1, 2]),
@@ -116,40 +94,7 @@ class CacheAgainstModel(RuleBasedStateMachine):
     def make_cache(self, **options: Any) -> um.KVCache:
         raise NotImplementedError
 
-    def teardown(self) -> None:
-        self.views.clear()
-        if hasattr(self, "kv"):
-            self.kv.close()
-        self.stack.close()
-
     # ---- what a call may do ----
-
-    def attempt(
-        self,
-        call: Callable[[], Any],
-        *,
-        must: Refusals = (),
-        may: Refusals = (),
-        fault: tuple[int, int] | None = None,
-    ) -> tuple[Any] | None:
-        """The result in a tuple; None when the call was refused, as it had to or was allowed to."""
-        nth, error = fault or (0, 0)
-        self.faults.arm(nth if error else 0, error)
-        self.n_asked, self.refuse_at, self.refused = 0, 0 if error else nth, False
-        try:
-            result = call()
-        except Exception as caught:
-            if isinstance(caught, must or may):
-                return None
-            if (self.faults.failed or self.refused) and isinstance(caught, (MemoryError, OSError)):
-                return None
-            raise
-        finally:
-            self.faults.disarm()
-            self.refuse_at = 0
-            self.any_failed = self.any_failed or self.faults.failed is not None
-        assert must == (), f"expected {must}"
-        return (result,)
 
     def all_addresses(self) -> list[int]:
         return [self.kv.address(i, part) for i in range(self.N_LAYERS) for part in ("k", "v")]
@@ -233,10 +178,6 @@ class CacheAgainstModel(RuleBasedStateMachine):
     def make_whole(self, wanted: bool) -> None:
         if wanted and not self.model.is_whole:
             self.rollback()
-
-    def part(self, percent: int) -> int:
-        """Return a part of the number of tokens."""
-        return self.model.seq_len * min(percent, 100) // 100 + max(0, percent - 100)
 
     @rule(
         n=st.one_of(st.integers(1, 9), st.integers(1, 30)),
@@ -403,11 +344,9 @@ class CacheAgainstModel(RuleBasedStateMachine):
                 pass
             for held in self.views:
                 held.layer = -1  # nothing writes there any more
-            if not self.model.window:
-                return
-            # What the window does not show was not copied.
-            self.model.first = self.model.first_position
-            self.model.top = list(self.model.end)
+            if self.model.window:  # what it does not show was not copied
+                oldest = self.model.first_position
+                self.model.top = [oldest + self.model.n_rows] * self.N_LAYERS
         else:
             copy.close()
             self.kv, self.addresses = original, addresses

@@ -17,7 +17,7 @@ from support.contracts.kv_caches import KINDS
 from support.contracts.kv_model import KV_DTYPES, Talk
 from support.kernel import proc_maps
 from support.kernel.huge_pages import eight_huge_pages
-from support.processes.forks import counts_faults
+from support.processes.forks import counts_faults, in_child
 from support.processes.warm_python import run_script
 from support.project.tiers import slow_after
 from unimem._core.status import counters
@@ -346,66 +346,42 @@ def test_appending_costs_nothing_but_the_copy(kind: str, dtype: str) -> None:
 # ---- fork ----
 
 
-# Uses of a cache of three tokens in a forked child; the parent has a view of them.
-IN_CHILD = """
-    import os
-    import numpy as np
-    import unimem as um
-
-    k = np.full((3, 2, 64), 5, "float16")
-    kv = um.KVCache(1, 2, 64, 10_000{options}, name="talk")
-    kv.append(0, k, k)
-    view = kv.layer(0)[0] if kv.window is None else None
-
-    def left_out():
-        uses = [
+@pytest.mark.parametrize("options", [{}, {"grow": True}, {"window": 10}], ids=str)
+def test_a_forked_child_has_its_own_copy_but_of_a_ring(options: dict[str, Any]) -> None:
+    k = np.full((3, 2, 64), 5, "f2")
+    with um.KVCache(1, 2, 64, 10_000, name="talk", **options) as kv:
+        kv.append(0, k, k)
+        view: Any = kv.layer(0)[0] if kv.window is None else None
+        uses: list[Callable[[], Any]] = [
             *(lambda: kv.append(0, k, k), lambda: kv.append_all(k[:1], k[:1])),
             *(lambda: kv.layer(0), lambda: kv.address(0, "k"), lambda: kv.reserve(1)),
             *(lambda: kv.crop(0), lambda: kv.trim_to(1), lambda: kv.enforce_memory_limit(0)),
             *(kv.clear, kv.copy, kv.warm, lambda: kv.seq_len, lambda: kv.resident_bytes),
             lambda: kv.memory_usage_bytes,
         ]
-        for use in uses:
-            try:
-                use()
-            except um.ClosedError as error:
-                assert "KVCache 'talk'" in str(error) and "forked child" in str(error), error
-            else:
-                raise AssertionError("went on")
-        assert repr(kv) == "KVCache(closed)" and kv.closed
-        kv.close()
-        with um.KVCache(1, 2, 64, 100, window=10) as own:
-            own.append(0, k, k)
-            return own.seq_len
 
-    def its_own():
-        global view
-        assert (view == 5).all()
-        kv.layer(0)[0][:] = 6
-        many = np.full((2000, 2, 64), 7, "float16")
-        kv.append(0, many, many)
-        del view
-        kv.trim_to(100)
-        kv.clear()
-        kv.append(0, k, k)
-        return kv.seq_len
+        def is_left_out() -> bool:
+            for use in uses:
+                with pytest.raises(um.ClosedError, match=r"KVCache 'talk'.*forked child"):
+                    use()
+            assert repr(kv) == "KVCache(closed)"
+            kv.close()
+            with um.KVCache(1, 2, 64, 100, window=10) as own:
+                own.append(0, k, k)
+                return own.seq_len == 3
 
-    child = os.fork()
-    if child == 0:
-        try:
-            os._exit(left_out() if kv.window else its_own())
-        finally:
-            import traceback
-            traceback.print_exc()
-            os._exit(99)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
-    assert (kv.layer(0)[0] == 5).all() and kv.seq_len == 3
-    del view
-    kv.close()
-"""
+        def has_its_own() -> bool:
+            nonlocal view
+            assert (view == 5).all()
+            kv.layer(0)[0][:] = 6
+            kv.append(0, *np.full((2, 2000, 2, 64), 7, "f2"))
+            view = None
+            kv.trim_to(100)
+            kv.clear()
+            kv.append(0, k, k)
+            return kv.seq_len == 3
 
-
-@pytest.mark.parametrize("options", ["", ", grow=True", ", window=10"])
-def test_a_forked_child_has_its_own_copy_but_of_a_ring(options: str) -> None:
-    done = run_script(IN_CHILD.replace("{options}", options))
-    assert done.returncode == 0, done.stderr
+        assert in_child(is_left_out if kv.window else has_its_own)
+        assert (kv.layer(0)[0] == 5).all()
+        assert kv.seq_len == 3
+        view = None

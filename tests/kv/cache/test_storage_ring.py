@@ -13,11 +13,8 @@ from support.contracts.kv_model import (
     KV_DTYPES,
     Array,
     Talk,
-    given,
     memory,
     rows_of_pages,
-    stored,
-    write_rows,
 )
 from support.kernel import proc_maps
 from unimem._core.status import ledger
@@ -59,8 +56,12 @@ def test_the_last_tokens_are_contiguous_after_many_wraps(dtype: str, batch: int)
                 assert proc_maps.address_of(view) == at + first % n_rows * row_bytes
                 assert view.strides[1:3] == (row_bytes // kv.n_kv_heads, row_bytes)
                 del view
-            for position in range(first, end):
+            oldest = max(0, end - n_rows)
+            for position in (oldest, *range(first, end), end, end + n_rows):
                 assert kv.row_of(position) == position % n_rows
+            if oldest:
+                with pytest.raises(ValueError, match=f"position: expected one from {oldest} on"):
+                    kv.row_of(oldest - 1)
         assert kv.seq_len == 5
 
 
@@ -139,23 +140,6 @@ def test_trimming_moves_no_byte_and_is_not_undone() -> None:
 
 
 # ---- engines ----
-
-
-@pytest.mark.parametrize("dtype", KV_DTYPES)
-def test_reserved_rows_may_lie_behind_the_end_of_the_ring(dtype: str) -> None:
-    with ring(6, dtype=dtype) as kv:
-        talk, n_rows = Talk(kv), kv.n_rows
-        talk.append(2 * n_rows - 2)
-        assert kv.reserve(5) == n_rows - 2
-        shape = (1, 2, 5, 64)
-        for layer in range(2):
-            parts = [stored(given(talk.rng, shape, "float32"), dtype) for _ in range(2)]
-            for part, rows in enumerate(parts):
-                write_rows(kv, layer, part, n_rows - 2, rows)  # on into the second image
-            talk.model.append(layer, parts[0], parts[1])
-        kv.commit(5)
-        talk.check()
-        assert kv.row_of(2 * n_rows) == 0
 
 
 @pytest.mark.parametrize("spare", [0, 1, 7])

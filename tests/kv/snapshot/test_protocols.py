@@ -12,7 +12,9 @@ from unimem.kv.snapshot.protocols import Cache, CacheOfLayers, HostCache, body_o
 
 def members(protocol: type) -> set[str]:
     """The names that a protocol declares."""
-    declared = {name for name, value in vars(protocol).items() if getattr(value, "__doc__", None)}
+    classes = [each for each in protocol.__mro__ if each.__module__ == protocol.__module__]
+    found = {name: value for each in classes for name, value in vars(each).items()}
+    declared = {name for name, value in found.items() if getattr(value, "__doc__", None)}
     return {name for name in declared if not name.startswith(("__", "_abc", "_is_"))}
 
 

@@ -101,11 +101,8 @@ def test_a_cache_beyond_the_format_is_not_saved(
     [
         (range(39), ValueError, "expected the ids of all 40 tokens up to next_position, got 39"),
         (range(41), ValueError, "got 41"),
-        (np.zeros((40, 1), int), ValueError, r"expected one dimension, got shape \(40, 1\)"),
-        (np.zeros(40), TypeError, "expected integers, got float64"),
         ([True] * 40, TypeError, "expected integers, got bool"),
         ([*range(39), -1], ValueError, r"expected ids from 0 to 2\*\*31 - 1, got -1 to 38"),
-        ([*range(39), 2**31], ValueError, "got 0 to 2147483648"),
     ],
 )
 def test_wrong_tokens_are_not_saved(

@@ -25,9 +25,25 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "bf16": np.dtype(ml_dtypes.bfloat16),
     "q8_0": Q8_0,
 }
+# ggml's types of fewer bits: their numbers in unimem.h, and the fields of a block.
+FEWER_BITS: dict[str, tuple[int, Any]] = {
+    "q4_0": (4, [("d", "<f2"), ("qs", "u1", (16,))]),
+    "q4_1": (5, [("d", "<f2"), ("m", "<f2"), ("qs", "u1", (16,))]),
+    "q5_0": (6, [("d", "<f2"), ("qh", "u1", (4,)), ("qs", "u1", (16,))]),
+    "q5_1": (7, [("d", "<f2"), ("m", "<f2"), ("qh", "u1", (4,)), ("qs", "u1", (16,))]),
+    "iq4_nl": (8, [("d", "<f2"), ("qs", "u1", (16,))]),
+}
+ALL_DTYPES = NUMPY_DTYPES | {name: np.dtype(fields) for name, (_, fields) in FEWER_BITS.items()}
 
 
 # ---- conversion ----
+
+um_convert = ctypes.CDLL(um.get_library()).um_convert
+um_convert.argtypes = (
+    *(ctypes.c_void_p, ctypes.c_int),
+    *(ctypes.c_void_p, ctypes.c_int),
+    *(ctypes.c_size_t, ctypes.c_void_p),
+)
 
 
 def given(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, scale: float = 8) -> Array:
@@ -52,11 +68,32 @@ def quantized(floats: Array) -> Array:
     return out
 
 
+def blocks_of(floats: Array, dtype: str) -> Array:
+    """Return blocks of fewer bits by the library's conversion, which tests/_core checks."""
+    floats = np.ascontiguousarray(floats)
+    out = np.empty((*floats.shape[:-1], floats.shape[-1] // 32), ALL_DTYPES[dtype])
+    number = FEWER_BITS[dtype][0]
+    assert um_convert(out.ctypes.data, number, floats.ctypes.data, 0, floats.size, None) == 0
+    return out
+
+
+def floats_of(stored: Array, dtype: str) -> Array:
+    """Return the numbers that stored tokens of any dtype represent."""
+    if dtype not in FEWER_BITS:
+        return as_float32(stored)
+    blocks, number = np.ascontiguousarray(stored), FEWER_BITS[dtype][0]
+    out = np.empty((*blocks.shape[:-1], blocks.shape[-1] * 32), np.float32)
+    assert um_convert(out.ctypes.data, 0, blocks.ctypes.data, number, out.size, None) == 0
+    return out
+
+
 def stored(values: Array, dtype: str) -> Array:
-    """Return given tokens as a cache of this dtype stores them: q8_0 in blocks."""
+    """Return given tokens as a cache of this dtype stores them: quantized ones in blocks."""
     floats = values.astype(np.float32)
     if dtype == "q8_0":
         return quantized(floats)
+    if dtype in FEWER_BITS:
+        return blocks_of(floats, dtype)
     with np.errstate(all="ignore"):
         return floats.astype(NUMPY_DTYPES[dtype])
 

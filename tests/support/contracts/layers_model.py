@@ -219,9 +219,15 @@ class LayersModel:
         self.first = kept
         return True
 
-    def forget_unsaved(self) -> None:
-        """Hold what a copy, or a restored snapshot, has: what is shown."""
+    def forget_unsaved(self, *, is_copy: bool) -> None:
+        """Hold what a copy, or a restored snapshot, has: what is shown.
+
+        A file does not say whether tokens before whole windows were dropped.
+        """
+        first = self.first_position
+        widest = max((self.layers[i].window or 0 for i in self.rings), default=0)
         for i in self.rings:
             self.lost[i] = self.shown(i).start
             self.top[i] = self.end[i]
-        self.first = self.first_position
+        if not is_copy:
+            self.first = first if self.plain or self.seq_len < widest else 0

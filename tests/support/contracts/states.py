@@ -146,8 +146,9 @@ class StateContract(Contract):
         del view
         gc.collect()
         assert not kind.is_mapped(address)
-        with pytest.raises(um.ClosedError, match="closed"):
-            cache.state(kind.state_layers[0])
+        for use in (lambda: cache.state(0), cache.checkpoint, lambda: cache.checkpoints):
+            with pytest.raises(um.ClosedError, match="closed"):
+                use()
 
     def test_a_forked_child_has_its_own_states_or_none(
         self, kind: Kind, cache: Any, gone_on: Array

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -43,6 +44,29 @@ TYPED = (
 Call = tuple[Callable[..., Any], dict[str, Any]]
 
 
+def calls_of(table: str, known: Mapping[str, Any]) -> dict[str, Callable[[Things], Call]]:
+    """Return the calls of a table: functions that make the callable and its arguments.
+
+    A row is a name, and the call with `t` for the things and other `known` names; lines that are
+    indented continue it.
+    """
+
+    def call_of(source: str) -> Callable[[Things], Call]:
+        parsed = ast.parse(source.replace("\n    ", " "), mode="eval").body
+        assert isinstance(parsed, ast.Call)
+        made = ast.Call(ast.Name("dict", ast.Load()), [], parsed.keywords)
+        function, arguments = ast.unparse(parsed.func), ast.unparse(made)
+
+        def make(t: Things) -> Call:
+            names = {**known, "t": t}
+            return eval(function, names), eval(arguments, names)
+
+        return make
+
+    rows = re.findall(r"^(\S[^:]*): (.*(?:\n    .*)*)$", table, re.M)
+    return {name: call_of(source) for name, source in rows}
+
+
 def is_clear(error: Exception, argument: str) -> bool:
     """Whether an error is one of ours, or says which argument was wrong and what was expected."""
     words = str(error)
@@ -64,7 +88,7 @@ def unclear(things: Things, make: Callable[[Things], Call]) -> list[str]:
     for argument in right:
         for wrong in WRONG:
             with ExitStack() as undo:
-                call, arguments = make(Things(things.folder, undo, things.kept))
+                call, arguments = make(type(things)(things.folder, undo, things.kept))
                 try:
                     made = call(**arguments | {argument: wrong})
                 except Exception as error:

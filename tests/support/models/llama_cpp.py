@@ -1,7 +1,7 @@
 """llama.cpp as the peer, through the cyllama wheel, in a process of its own.
 
 Both libraries bring a ggml whose symbols must not meet, so tests start this file:
-``python tests/support/models/llama_cpp.py greedy|follow|rows|quantize|hold|repack|keep JSON``.
+``python tests/support/models/llama_cpp.py greedy|follow|rows|quantize|hold|repack JSON``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,54 +130,6 @@ def repacked_mib(model: Path) -> float:
     return sum(
         float(each) for each in re.findall(r"CPU_REPACK model buffer size = +(\S+) MiB", said)
     )
-
-
-@dataclass
-class Kept:
-    """A cache by llama.cpp's own figures: its layers, and the MiB of K and V.
-
-    For states, `k_mib` is for convolutions, and `v_mib` is the rest.
-    """
-
-    layers: list[int] = field(default_factory=list)
-    shared: dict[int, int] = field(default_factory=dict)  # layers that show another's rows
-    n_cells: int = 0  # of states: streams
-    k_mib: float = 0.0
-    v_mib: float = 0.0
-
-
-BATCH = 512
-"""Tokens that llama.cpp computes at once, for which sliding layers have room beside the window."""
-
-
-def kept(model: Path, ctx: int, streams: int = 1) -> tuple[list[Kept], Kept | None]:
-    """Return the caches of keys and values, and the states, that llama.cpp reports for a model.
-
-    All streams share the cells of keys and values, and each has a state of its own.
-    """
-    said = _run("keep", {"model": str(model), "ctx": ctx, "streams": streams})
-    caches, states = [], None
-    one = Kept()
-    for line in said.splitlines():
-        name, _, text = line.partition(": ")
-        name, _, rest = name.partition(",")
-        if name not in ("llama_kv_cache", "llama_memory_recurrent"):
-            continue
-        text = f"{rest} {text}" if rest else text
-        if found := re.match(r"\s*layer +(\d+):? dev", text):
-            one.layers.append(int(found[1]))
-        elif found := re.match(r"- layer +(\d+): reuse layer (\d+),", text):
-            one.shared[int(found[1])] = int(found[2])
-        elif text.startswith("size ="):
-            one.n_cells = int(re.search(r"\( *(\d+) cells", text)[1])  # type: ignore[index]
-            sizes = re.findall(r"[KVRS] \(\w+\): +([\d.]+) MiB", text)
-            one.k_mib, one.v_mib = map(float, sizes[:2])
-            if name == "llama_kv_cache":
-                caches.append(one)
-            else:
-                states = one
-            one = Kept()
-    return caches, states
 
 
 def _run(command: str, options: dict[str, Any], rotate: bool | None = None) -> str:
@@ -301,21 +252,6 @@ def _repack(options: dict[str, Any]) -> None:
     llama_cpp.LlamaModel(options["model"], params)
 
 
-def _keep(options: dict[str, Any]) -> None:
-    from cyllama.llama import llama_cpp
-
-    params = llama_cpp.LlamaModelParams()
-    params.n_gpu_layers = 0
-    params.use_extra_bufts = False
-    model = llama_cpp.LlamaModel(options["model"], params)
-    params = llama_cpp.LlamaContextParams()
-    params.n_ctx, params.n_batch, params.n_ubatch = options["ctx"], BATCH, BATCH
-    params.n_seq_max, params.kv_unified = options["streams"], True
-    params.swa_full = False
-    params.n_threads = 1
-    llama_cpp.LlamaContext(model, params)
-
-
 def _hold(options: dict[str, Any]) -> None:
     from cyllama.llama import llama_cpp
 
@@ -328,5 +264,5 @@ def _hold(options: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     commands = {"greedy": _greedy, "follow": _follow, "rows": _rows, "quantize": _quantize}
-    commands |= {"hold": _hold, "repack": _repack, "keep": _keep}
+    commands |= {"hold": _hold, "repack": _repack}
     commands[sys.argv[1]](json.loads(sys.argv[2]))

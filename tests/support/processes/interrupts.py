@@ -15,24 +15,31 @@ class Interrupt(KeyboardInterrupt):
     """An interrupt, as a signal handler might raise it."""
 
 
-def at_each_line(call: Callable[[], object], *files: str) -> Iterator[None]:
+def at_each_line(
+    call: Callable[[], object], *files: str, also_ends: bool = False
+) -> Iterator[None]:
     """Repeat a call, each time interrupted one line later, until it ends.
 
-    Lines count if the path of their file contains one of `files`.
+    Lines count if the path of their file contains one of `files`; with `also_ends` those of
+    finalizers, too, which are cut off there and raise nothing.
     """
     for n in itertools.count(1):
-        if not is_interrupted(call, n, *files):
+        if not is_interrupted(call, n, *files, also_ends=also_ends):
             return
         yield
 
 
-def is_interrupted(call: Callable[[], object], n: int, *files: str) -> bool:
+def is_interrupted(
+    call: Callable[[], object], n: int, *files: str, also_ends: bool = False
+) -> bool:
     """Call, with an interrupt before the nth line; return whether the call reached it."""
     n_lines = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal n_lines
-        if not any(file in frame.f_code.co_filename for file in files) or _is_of_an_end(frame):
+        if not any(file in frame.f_code.co_filename for file in files):
+            return None
+        if not also_ends and _is_of_an_end(frame):
             return None
         if event == "line" and not _is_at_a_nop(frame):
             n_lines += 1
@@ -48,7 +55,7 @@ def is_interrupted(call: Callable[[], object], n: int, *files: str) -> bool:
         return True
     finally:
         sys.settrace(before)
-    return False
+    return also_ends and n_lines >= n
 
 
 def _is_at_a_nop(frame: FrameType) -> bool:

@@ -7,11 +7,17 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+WAIT = """
+import sys
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
 
 @contextmanager
-def running(script: str, *arguments: object) -> Iterator[int]:
-    """Start a script that writes "ready" and then waits; kill it at the end."""
-    words = [sys.executable, "-c", script, *map(str, arguments)]
+def running(script: str = "", *arguments: object) -> Iterator[int]:
+    """Start a script that waits at its end, or writes "ready" earlier; kill it at the end."""
+    words = [sys.executable, "-c", script + WAIT, *map(str, arguments)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None

@@ -1,7 +1,4 @@
-"""A real browser: headless Chromium looks at a page, at the width of a phone or a desktop.
-
-``PYTHONPATH=tests python -m support.terminal.chromium PAGE PNG WIDTH HEIGHT`` photographs a page.
-"""
+"""A real browser: headless Chromium looks at a page, at the width of a phone or a desktop."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import html
 import json
 import shutil
 import subprocess
-import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -98,13 +94,3 @@ def look_at(page: Path, width: int, height: int = 800) -> Any:
     """
     dom = _run(_framed(page, width, height, _MEASURE), "--dump-dom")
     return json.loads(html.unescape(dom.partition("<pre>")[2].partition("</pre>")[0]))
-
-
-def take_picture(page: Path, picture: Path, width: int, height: int) -> None:
-    """Take a picture of a page as a PNG."""
-    framed = _framed(page, width, height)
-    _run(framed, f"--screenshot={picture}", f"--window-size={max(width, 500)},{height}")
-
-
-if __name__ == "__main__":
-    take_picture(Path(sys.argv[1]).resolve(), Path(sys.argv[2]), *map(int, sys.argv[3:5]))

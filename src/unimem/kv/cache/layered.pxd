@@ -50,6 +50,7 @@ cdef class LayeredKVCache:
     cdef bint is_torn(self) except -1
     cdef uint64_t end_of_all(self) noexcept
     cdef uint64_t first_of_all(self) noexcept
+    cdef uint64_t first_of_parts(self) noexcept
     cdef int set_first(self, uint64_t first, uint64_t held) except -1
     cdef int limit_ends(self) except -1
     cdef int keep(self, uint64_t n, uint64_t keep_first) except -1

@@ -247,10 +247,15 @@ cdef class LayeredKVCache:
         for part in parts[self._n_plain:]:
             part._beside = self._parts[:self._n_plain]
         self._closed = False
-        # Rings lack tokens between this position and their own oldest.
-        oldest = min([(<OneKindCache>part)._oldest_position() for part in parts], default=0)
-        self.set_first(oldest, 0)
-        return 0
+        return self.set_first(self.first_of_parts(), 0)
+
+    cdef uint64_t first_of_parts(self) noexcept:
+        """Return the position before which tokens were dropped in some part."""
+        cdef OneKindCache part
+        cdef uint64_t first = 0
+        for part in self._parts:
+            first = max(first, part.kv.first)
+        return first
 
     # ---- the parts ----
 
@@ -678,7 +683,7 @@ cdef class LayeredKVCache:
     def _finish_restore(self, next_position: int, n: int) -> None:
         """Take over tokens that were written into the parts."""
         self._end = next_position
-        self.set_first(next_position - n, 0)
+        self.set_first(self.first_of_parts() if self._parts else next_position - n, 0)
 
     # ---- states ----
 

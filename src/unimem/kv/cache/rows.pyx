@@ -423,6 +423,14 @@ cdef class KVRows:
         self.open_region()
         return <uintptr_t>um.um_kv_lane(&self.kv, index, v, 0)
 
+    def strides(self, part: Literal["k", "v"]) -> tuple[int, int]:
+        """Return the bytes from row to row, and from head to head, of the first stream's K or V."""
+        cdef bint v = is_v(part)
+        cdef size_t row = self.kv.v_row_bytes if v else self.kv.row_bytes
+        if self.heads_apart() == 1:
+            return row, row // self._heads
+        return row, self.kv.v_lane_stride if v else self.kv.lane_stride
+
     def row_of(self, position: int, layer: int = 0) -> int:
         """Return the row of the token at a position, which the cache holds or will hold.
 
@@ -434,12 +442,12 @@ cdef class KVRows:
         ValueError
             The token was dropped, and another token may have its row.
         """
-        cdef uint64_t wanted = size_of(position, "position")
+        cdef uint64_t wanted = size_of(position, "position"), oldest
         layer_number(layer, self.kv.spec.n_layers, "layer")
         self.open_region()
-        if self.window is None and wanted < um.um_kv_first_position(&self.kv):
-            raise ValueError(f"position: expected one from "
-                             f"{um.um_kv_first_position(&self.kv)} on, before which tokens were "
+        oldest = um.um_kv_oldest_position(&self.kv)
+        if wanted < oldest:
+            raise ValueError(f"position: expected one from {oldest} on, before which tokens were "
                              f"dropped, got {position}")
         return um.um_kv_row(&self.kv, wanted)
 

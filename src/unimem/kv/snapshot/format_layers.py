@@ -142,7 +142,7 @@ class LayersSnapshot:
 
     @property
     def model(self) -> str | None:
-        """The fingerprint of the model that it was saved with."""
+        """The name of the model that it was saved with."""
         return self.sections[0].model
 
     @property

@@ -111,7 +111,7 @@ class Section(ABC):
     seq_len, next_position : int
         Tokens in the file, and the position after the last one.
     model : str or None
-        The fingerprint of the model that it was saved with.
+        The name of the model that it was saved with.
     tokens : numpy.ndarray or None
         ``int32 [next_position]``, read-only: the ids of all tokens of the conversation.
     alignment, data_offset, lane_stride, chunk_bytes, file_bytes : int

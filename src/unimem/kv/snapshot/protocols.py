@@ -15,18 +15,10 @@ from unimem.kv.states import LayerStates
 __all__ = ["AnyCache", "Cache", "CacheOfLayers", "HeldCache", "HostCache", "body_of"]
 
 
-class Cache(Protocol):
-    """A cache whose layers are alike, in main memory or on a device."""
+class _Body(Protocol):
+    """A cache of any layers."""
 
     _snapshot: Any
-
-    @property
-    def _file(self) -> str | None:
-        """The file that its rows are mapped from, or None."""
-
-    @property
-    def n_rows(self) -> int:
-        """Rows of a lane."""
 
     @property
     def max_seq_len(self) -> int:
@@ -40,6 +32,27 @@ class Cache(Protocol):
     def next_position(self) -> int:
         """The position of the next token."""
 
+    def crop(self, n: int) -> None:
+        """Keep the first tokens."""
+
+    def clear(self) -> None:
+        """Drop all tokens."""
+
+    def _finish_restore(self, next_position: int, n: int) -> None:
+        """Adopt the tokens that were read."""
+
+
+class Cache(_Body, Protocol):
+    """A cache whose layers are alike, in main memory or on a device."""
+
+    @property
+    def _file(self) -> str | None:
+        """The file that its rows are mapped from, or None."""
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of a lane."""
+
     @property
     def window(self) -> int | None:
         """Tokens of a ring, or None."""
@@ -47,12 +60,6 @@ class Cache(Protocol):
     @property
     def order(self) -> Literal["token", "head"]:
         """Whether a row has all heads of a token, or each head has a lane."""
-
-    def crop(self, n: int) -> None:
-        """Keep the first tokens."""
-
-    def clear(self) -> None:
-        """Drop all tokens."""
 
     def _rows(self, layer: int, part: Literal["k", "v"], stream: int) -> NDArray[np.uint8]:
         """Return the bytes of the tokens of one lane."""
@@ -65,15 +72,10 @@ class Cache(Protocol):
     ) -> NDArray[np.uint8]:
         """Return the memory into which the tokens of one lane are read."""
 
-    def _finish_restore(self, next_position: int, n: int) -> None:
-        """Adopt the tokens that were read."""
-
 
 @runtime_checkable
-class CacheOfLayers(Protocol):
+class CacheOfLayers(_Body, Protocol):
     """A cache whose layers differ, made of a cache for each kind of layers."""
-
-    _snapshot: Any
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -86,27 +88,6 @@ class CacheOfLayers(Protocol):
     @property
     def _states(self) -> LayerStates | None:
         """The states of layers that keep no tokens."""
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens that all layers hold."""
-
-    @property
-    def max_seq_len(self) -> int:
-        """Tokens that fit."""
-
-    @property
-    def next_position(self) -> int:
-        """The position of the next token."""
-
-    def crop(self, n: int) -> None:
-        """Keep the first tokens."""
-
-    def clear(self) -> None:
-        """Drop all tokens."""
-
-    def _finish_restore(self, next_position: int, n: int) -> None:
-        """Adopt the tokens that were read into the parts."""
 
 
 class HeldCache(Protocol):

@@ -84,34 +84,10 @@ def restore(
     verify: bool | None,
     placement: PlacementOptions,
 ) -> _HostCacheT:
-    """Make a cache of the class `cls` from a snapshot.
+    """Make a cache of the class `cls` from a snapshot, as `KVCache.restore` says.
 
-    Parameters
-    ----------
-    path : path-like
-        The file, or its URL.
-    mode : {"map", "copy"}
-        Map the file privately, so that pages are read when they are touched; or read all of it.
-        Both modes read rings, caches without tokens, and URLs.
-    tokens : sequence of int, optional
-        The beginning of the conversation: the snapshot's tokens have to be a prefix of these.
-    model : str, optional
-        The fingerprint that the snapshot has to have.
-    verify : bool, optional
-        Whether to check the data. By default, read data is checked and mapped data is not.
-    placement : PlacementOptions
-        As for KVCache; only with ``"copy"``.
-
-    Raises
-    ------
-    SnapshotError
-        The snapshot cannot be used: `rule` says why.
-    ValueError, TypeError
-        An unknown mode or option, placement of a mapped file, `tokens` that are no ids.
-    OSError
-        The file cannot be read.
-    MemoryError, PlacementError
-        As KVCache.
+    Both modes read rings, caches without tokens, and URLs. By default, read data is checked and
+    mapped data is not.
     """
     one_of(mode, "mode", ("map", "copy"))
     known = PlacementOptions.__annotations__

@@ -37,25 +37,8 @@ DIMS = """
 def save(kv: Cache, path: str | os.PathLike[str], tokens: Tokens | None, model: str | None) -> None:
     """Write a cache's tokens to a file, which is replaced whole or not at all.
 
-    Parameters
-    ----------
-    kv : KVCache
-        Without reserved rows, and with equally many tokens in all layers: the caller has checked.
-    path : path-like
-        The file, or the URL of an object. An existing file keeps its permissions.
-    tokens : sequence of int, optional
-        The ids of all tokens of the conversation up to `next_position`, trimmed ones included.
-    model : str, optional
-        A fingerprint of the model.
-
-    Raises
-    ------
-    ValueError, TypeError
-        `tokens` are not `next_position` many, or no ids; `model` is too long or no string.
-    OSError
-        The file cannot be written. The old file is as before, or there still is no file.
-    MemoryError
-        There is no page-aligned memory to write from.
+    It is as `KVCache.save`, which has checked the cache. An existing file keeps its permissions. It
+    raises MemoryError if there is no page-aligned memory to write from.
     """
     name = file_path(path)
     target = _Target(name, model_name(model), _checked_ids(kv, tokens))

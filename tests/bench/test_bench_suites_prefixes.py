@@ -1,0 +1,37 @@
+"""The suites remote, store and transformers: their cases measure what they declare."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.project.bench_cases import case_of, cases_of, check_case, run_case, uninstall
+from unimem_bench import decoding
+from unimem_bench.suite import Case, NotMeasured
+from unimem_bench.suites import remote, store, transformers
+
+SLOW = {"remote/get", "remote/first-token, 2k", "store/first-token, 2k", "store/first-token, 8k"}
+SLOW |= {str(case.id) for case in cases_of("transformers")}
+
+
+@pytest.mark.parametrize("case", cases_of("remote", "store", "transformers", slow=SLOW))
+def test_every_case(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "QUICK_SHAPE", "15m")
+    monkeypatch.setattr(remote, "QUICK_OBJECT_BYTES", 10 * remote.MIB)
+    monkeypatch.setattr(store, "N_CHUNKS_QUICK", 20)
+    monkeypatch.setattr(store, "N_LOOKUPS", 2)
+    monkeypatch.setattr(transformers, "CONTEXTS_QUICK", (64, 128, 256))
+    try:
+        record = run_case(case, tmp_path, monkeypatch)
+    except NotMeasured as why:
+        if case.suite == "store":
+            raise
+        pytest.skip(str(why))
+    check_case(case, record)
+
+
+def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uninstall(monkeypatch, "transformers", "torch")
+    with pytest.raises(NotMeasured, match="install unimem-llm with the extra"):
+        run_case(case_of("transformers/resume"), tmp_path, monkeypatch)
