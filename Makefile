@@ -20,7 +20,7 @@ C_FILES := $(wildcard native/include/*.h native/src/*/*.[ch] native/exec/*.[ch] 
            $(wildcard native/fuzz/*.[ch]) \
            $(wildcard bench/native/*.[ch] tests/support/kernel/shim/*.c) \
            $(wildcard examples/c/*.[ch] examples/cpp/*.[ch]pp) \
-           $(wildcard src/unimem/cuda/*.cu)
+           $(wildcard src/unimem/cuda/*.cu ggml/src/unimem_ggml/*.h)
 
 GGML := ggml/CMakeLists.txt ggml/pyproject.toml ggml/source.json ggml/fetch.py \
         $(wildcard ggml/src/unimem_ggml/*)
@@ -100,7 +100,7 @@ check: $(VENV)/.checkers
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/zizmor --offline --quiet .github/workflows
-	$(BIN)/cython-lint src/unimem bench/unimem_bench
+	$(BIN)/cython-lint src/unimem bench/unimem_bench ggml/src
 	$(BIN)/clang-format --dry-run --Werror $(C_FILES)
 	$(BIN)/python -m pytest -q --all tests/project/test_tidy.py
 

@@ -9,8 +9,10 @@ UNIMEM_GGML_ARCHIVE names one that is on this machine, and PIP_INDEX_URL another
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import html.parser
+import io
 import json
 import os
 import shutil
@@ -18,17 +20,17 @@ import tarfile
 import tempfile
 import urllib.parse
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 INDEX = "https://pypi.org/simple"
 HERE = Path(__file__).resolve().parent
 SECONDS = 120
 
 
-def pinned() -> dict[str, Any]:
+def pinned() -> dict[str, str]:
     """Return what `source.json` names."""
-    source: dict[str, Any] = json.loads((HERE / "source.json").read_text())
+    source: dict[str, str] = json.loads((HERE / "source.json").read_text())
     return source
 
 
@@ -43,7 +45,8 @@ class _Links(html.parser.HTMLParser):
         self.found += [value or "" for name, value in attrs if tag == "a" and name == "href"]
 
 
-def _read(url: str) -> bytes:
+def read(url: str) -> bytes:
+    """Return what an address answers."""
     with urllib.request.urlopen(url, timeout=SECONDS) as answer:
         data: bytes = answer.read()
     return data
@@ -53,18 +56,20 @@ def links(project: str) -> list[str]:
     """List the addresses of a project's files on the index."""
     page = f"{os.environ.get('PIP_INDEX_URL', INDEX).rstrip('/')}/{project}/"
     parser = _Links()
-    parser.feed(_read(page).decode())
+    parser.feed(read(page).decode())
     return [urllib.parse.urljoin(page, link) for link in parser.found]
 
 
 def cache() -> Path:
-    """Return the folder that keeps archives."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "unimem-ggml"
+    """Return the folder that keeps archives; for a user without a home, one of temporary files."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    if not base.is_absolute():
+        base = Path(tempfile.gettempdir(), f"cache-{os.getuid()}")
+    return base / "unimem-ggml"
 
 
-def archive(source: dict[str, Any]) -> Path:
-    """Return the archive's path; fetch it if no copy is on this machine.
+def archive(source: Mapping[str, str]) -> bytes:
+    """Return the archive; fetch it if no copy is on this machine.
 
     Raises
     ------
@@ -73,34 +78,38 @@ def archive(source: dict[str, Any]) -> Path:
     """
     given = os.environ.get("UNIMEM_GGML_ARCHIVE")
     path = Path(given) if given else cache() / source["file"]
-    if given or path.exists():
-        _check(path, path.read_bytes(), source)
-        return path
+    if given or os.path.exists(path):
+        return _checked(str(path), path.read_bytes(), source)
     wanted = [link for link in links(source["project"]) if f"/{source['file']}" in link]
     if not wanted:
         raise SystemExit(
             f"{source['file']}: the package index does not list it; set UNIMEM_GGML_ARCHIVE to a "
             "copy, or PIP_INDEX_URL to an index that has it"
         )
-    data = _read(wanted[0].partition("#")[0])
-    _check(Path(wanted[0]), data, source)
+    data = _checked(wanted[0], read(wanted[0].partition("#")[0]), source)
+    with contextlib.suppress(OSError):  # where nothing can be kept, it is fetched again
+        _keep(path, data)
+    return data
+
+
+def _keep(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(data)
     os.replace(file.name, path)
-    return path
 
 
-def _check(path: Path, data: bytes, source: dict[str, Any]) -> None:
+def _checked(where: str, data: bytes, source: Mapping[str, str]) -> bytes:
     found = hashlib.sha256(data).hexdigest()
     if found != source["sha256"]:
         raise SystemExit(
-            f"{path}: expected SHA-256 {source['sha256']} of {source['file']}, got {found}: "
+            f"{where}: expected SHA-256 {source['sha256']} of {source['file']}, got {found}: "
             "delete that copy, or fetch it anew"
         )
+    return data
 
 
-def unpack(folder: Path, *, llama: bool = False, source: dict[str, Any] | None = None) -> Path:
+def unpack(folder: Path, *, llama: bool = False, source: Mapping[str, str] | None = None) -> Path:
     """Unpack the sources into a folder, unless it has those of the same archive.
 
     Parameters
@@ -109,7 +118,7 @@ def unpack(folder: Path, *, llama: bool = False, source: dict[str, Any] | None =
         Is replaced if it holds other sources.
     llama : bool
         All of llama.cpp, not only ggml.
-    source : dict, optional
+    source : mapping, optional
         What to take, as in `source.json`.
 
     Returns
@@ -125,7 +134,7 @@ def unpack(folder: Path, *, llama: bool = False, source: dict[str, Any] | None =
     shutil.rmtree(folder, ignore_errors=True)
     prefix = source["folder"] + "/"
     parts = ("",) if llama else ("ggml/", "LICENSE")
-    with tarfile.open(archive(source)) as tar:
+    with tarfile.open(fileobj=io.BytesIO(archive(source))) as tar:
         for member in tar:
             if member.name.startswith(tuple(prefix + part for part in parts)):
                 member.name = member.name.removeprefix(prefix)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,11 +20,11 @@ N_TOKENS = 256
 
 def _function(measure: Measure, name: str) -> Any:
     """Return a function of ggml's base library for rows: from, to, number of values."""
-    spec = importlib.util.find_spec("ggml") if measure.installed("ggml", PEER) else None
-    if spec is None or not spec.submodule_search_locations:
-        raise NotMeasured("ggml-python is not installed")
-    path = Path(spec.submodule_search_locations[0], "lib", "libggml-base.so")
-    function = getattr(ctypes.CDLL(str(path)), name)
+    if not measure.installed("unimem_ggml", PEER):
+        raise NotMeasured("unimem-ggml is not installed")
+    from unimem_ggml import binding
+
+    function = getattr(ctypes.CDLL(binding.BASE_LIBRARY), name)
     function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     function.restype = None
     return function

@@ -37,7 +37,7 @@ _AGAIN = """\
 To run it on another machine, and to make this page of that run:
 
 ```sh
-pip install '.[bench]'                               # in a checkout
+pip install ./ggml '.[bench]'                        # in a checkout
 unimem bench --output mine.json                      # about 30 minutes; with --quick 2
 unimem bench --from mine.json --page benchmarks.md   # this page, with its pictures
 unimem bench --from mine.json                        # all tables, on a terminal

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import platform
 import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -112,10 +110,11 @@ def call_by(library: ctypes.CDLL, code: Any) -> Callable[..., int]:
 @pytest.fixture(scope="module")
 def ggml() -> ctypes.CDLL:
     """ggml's library that has the reference quantizers."""
-    spec = importlib.util.find_spec("ggml")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("ggml-python (extra run) has the reference quantizers: pip install '.[run]'")
-    library = ctypes.CDLL(str(Path(spec.submodule_search_locations[0], "lib", "libggml-base.so")))
+    binding = pytest.importorskip(
+        "unimem_ggml.binding",
+        reason="unimem-ggml has the reference quantizers: pip install ./ggml",
+    )
+    library = ctypes.CDLL(binding.BASE_LIBRARY)
     names = [f"quantize_row_{name}_ref" for name in QUANTIZED]
     for each in (*names, *(f"dequantize_row_{name}" for name in QUANTIZED)):
         function = getattr(library, each)

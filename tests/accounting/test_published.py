@@ -344,7 +344,9 @@ def test_engines_come_and_go_in_threads() -> None:
 
 def test_a_decoder_counts_its_tokens() -> None:
     engine = pytest.importorskip(
-        "unimem.engine", reason="the engine needs ggml: pip install '.[run]'", exc_type=ImportError
+        "unimem.engine",
+        reason="no ggml: pip install ./ggml '.[run]'",
+        exc_type=ImportError,
     )
     with engine.Decoder(engine.embedded_model(), ctx=64) as decoder:
         prompt = decoder.tokenize("Once upon a time")

@@ -224,7 +224,9 @@ def test_the_fixture_is_listed_with_its_purpose(tmp_path: Path) -> None:
 
 def test_a_decoder_is_steady(unimem_steady_state: SteadyState) -> None:
     engine = pytest.importorskip(
-        "unimem.engine", reason="the engine needs ggml: pip install '.[run]'", exc_type=ImportError
+        "unimem.engine",
+        reason="no ggml: pip install ./ggml '.[run]'",
+        exc_type=ImportError,
     )
     with engine.Decoder(engine.embedded_model(), ctx=256, threads=1) as decoder:
         decoder.prefill(decoder.tokenize("Once upon a time"))

@@ -239,7 +239,9 @@ def test_gpu_memory_has_its_own_rows_and_total(cuda: Any) -> None:
 
 def test_a_decoder_s_report_follows_the_schema() -> None:
     engine = pytest.importorskip(
-        "unimem.engine", reason="the engine needs ggml: pip install '.[run]'", exc_type=ImportError
+        "unimem.engine",
+        reason="no ggml: pip install ./ggml '.[run]'",
+        exc_type=ImportError,
     )
     with engine.Decoder(engine.embedded_model(), ctx=64, threads=1) as decoder:
         document = check_json(decoder.report())

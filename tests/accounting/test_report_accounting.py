@@ -18,7 +18,7 @@ from support.kernel.proc_maps import PAGE
 from support.project.tiers import slow_after
 
 pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
-pytest.importorskip("ggml", reason="the engine needs ggml: pip install '.[run]'")
+pytest.importorskip("unimem_ggml", reason="the engine needs ggml: pip install ./ggml '.[run]'")
 
 from support.models.make import SMALL, TINY, Shape, write_model
 from support.processes.warm_python import run_script

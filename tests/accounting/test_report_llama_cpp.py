@@ -155,7 +155,7 @@ decoder.generate_next_token()
 
 @pytest.mark.parametrize("load", ["map", "copy"])
 def test_an_engine_of_unimem(model: Path, load: str) -> None:
-    pytest.importorskip("ggml", reason="the engine needs ggml: pip install '.[run]'")
+    pytest.importorskip("unimem_ggml", reason="the engine needs ggml: pip install ./ggml '.[run]'")
     with running(ENGINE, model, load) as pid:
         report, sums = read(pid, model)
     rows = {row.category: row for row in report.rows}

@@ -16,7 +16,7 @@ from support.files.quantized import quantize
 
 pytest.importorskip(
     "unimem.backends.ggml",
-    reason="the engine needs ggml: pip install '.[run]'",
+    reason="the engine needs ggml: pip install ./ggml '.[run]'",
     exc_type=ImportError,
 )
 

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip(
     "unimem.backends.ggml",
-    reason="the engine needs ggml: pip install '.[run]'",
+    reason="the engine needs ggml: pip install ./ggml '.[run]'",
     exc_type=ImportError,
 )
 

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import ast
+import sys
 import tomllib
 
 from support.project.checkout import ROOT
 from unimem.base.install_hint import install_hint
 
+sys.path.insert(0, str(ROOT / "tools"))
+from requirements import requirements
+
 
 def test_hints_name_both_ways() -> None:
     assert install_hint("run") == (
         "install unimem-llm with the extra 'run': "
-        "pip install '.[run]' in a checkout, or pip install './FILE.whl[run]' of its wheel"
+        "pip install ./ggml '.[run]' in a checkout, or "
+        "pip install ./unimem_ggml-FILE.whl './unimem_llm-FILE.whl[run]' of the two wheels"
     )
     assert install_hint("remote", "ray") == (
         "install unimem-llm with the extras 'remote' and 'ray': pip install '.[remote,ray]' "
-        "in a checkout, or pip install './FILE.whl[remote,ray]' of its wheel"
+        "in a checkout, or pip install './unimem_llm-FILE.whl[remote,ray]' of its wheel"
     )
+
+
+def test_hints_name_ggml_for_the_extras_that_need_it() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for extra in project["optional-dependencies"]:
+        needs_ggml = any(need.startswith("unimem-ggml") for need in requirements([extra]))
+        assert ("./ggml" in install_hint(extra)) is needs_ggml, extra
 
 
 def test_messages_use_the_hint_and_name_existing_extras() -> None:

@@ -137,9 +137,9 @@ def test_peers_may_be_left_out(package: str, name: str, tmp_path: Path, monkeypa
 
 
 def test_sessions_want_the_engine(tmp_path: Path, monkeypatch: Patch) -> None:
-    uninstall(monkeypatch, "ggml")
+    uninstall(monkeypatch, "unimem_ggml")
     for name in ("first-token", "first-token-small"):
-        with pytest.raises(NotMeasured, match="ggml-python is not installed"):
+        with pytest.raises(NotMeasured, match="unimem-ggml is not installed"):
             run_case(case_of(f"snapshot/{name}"), tmp_path, monkeypatch)
 
 

@@ -113,12 +113,12 @@ importlib.metadata.version = version
 from unimem_command import main
 sys.exit(main())
 """
-ENGINE = ("ggml", "ggml-python", "tokenizers", "sentencepiece", "jinja2")
+ENGINE = ("unimem_ggml", "unimem-ggml", "tokenizers", "sentencepiece", "jinja2")
 
 
 @pytest.mark.parametrize(("missing", "command", "extra"), slow_after(1, [
     (ENGINE, "run", "run"),
-    (("ggml", "ggml-python"), "run", "run"),
+    (("unimem_ggml", "unimem-ggml"), "run", "run"),
 ]))  # fmt: skip
 def test_a_missing_package_is_named_with_its_extra(
     missing: tuple[str, ...], command: str, extra: str

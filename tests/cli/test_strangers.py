@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("ggml", reason="the engine needs ggml: pip install '.[run]'")
+pytest.importorskip("unimem_ggml", reason="the engine needs ggml: pip install ./ggml '.[run]'")
 
 from support.terminal.screens import Screen, show
 from unimem.engine import embedded_model

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip("ggml", reason="a decoder needs ggml-python: pip install '.[run]'")
+pytest.importorskip("unimem_ggml", reason="a decoder needs ggml: pip install ./ggml '.[run]'")
 
 from rich.cells import cell_len
 

@@ -290,7 +290,7 @@ def test_a_mixture_is_planned_as_its_file_is(arch: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2moe"])
 def test_the_engine_refuses_mixtures_by_name(arch: str, tmp_path: Path) -> None:
-    pytest.importorskip("ggml", reason="ggml-python (extra run) is not installed")
+    pytest.importorskip("unimem_ggml", reason="unimem-ggml (extra run) is not installed")
     from unimem.engine import Decoder, UnsupportedModel
 
     path = tmp_path / "m.gguf"

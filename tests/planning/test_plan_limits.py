@@ -156,7 +156,7 @@ def test_a_spilling_mapped_model_runs_unwarmed(
     cgroup_1gb: SmallCgroup,  # noqa: F811
     large_model: Path,
 ) -> None:
-    pytest.importorskip("ggml", reason="the engine needs ggml: pip install '.[run]'")
+    pytest.importorskip("unimem_ggml", reason="the engine needs ggml: pip install ./ggml '.[run]'")
     said = cgroup_1gb.run(RUN.format(path=str(large_model), name=cgroup_1gb.name))
     assert int(said) < 64 * MIB
 
@@ -193,7 +193,7 @@ print("ran", layout.plan.load)
 @pytest.mark.uncounted
 def test_a_repacked_model_may_fill_most_of_a_cgroup(tmp_path: Path) -> None:
     """Repacked parts of the file never stay beside the result."""
-    pytest.importorskip("ggml", reason="the engine needs ggml: pip install '.[run]'")
+    pytest.importorskip("unimem_ggml", reason="the engine needs ggml: pip install ./ggml '.[run]'")
     from unimem.backends import ggml_orders
 
     if ggml_orders.find_order(2, (256, 64)) is None:
@@ -386,7 +386,7 @@ def test_a_fallback_does_not_cut_the_context(
 def test_a_layout_falls_back_with_the_whole_context(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    pytest.importorskip("ggml", reason="the engine needs ggml: pip install '.[run]'")
+    pytest.importorskip("unimem_ggml", reason="the engine needs ggml: pip install ./ggml '.[run]'")
     from unimem.engine import Decoder, embedded_model
 
     monkeypatch.setattr(limits, "huge_pools", dict)

@@ -43,7 +43,7 @@ def run_cells(notebook: Any) -> Iterator[tuple[Any, str]]:
 
 @pytest.mark.usefixtures("gives_memory_back")
 def test_the_notebook_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("ggml", reason="the engine needs ggml: pip install '.[run]'")
+    pytest.importorskip("unimem_ggml", reason="the engine needs ggml: pip install ./ggml '.[run]'")
     notebook = json.loads((EXAMPLES / "memory.ipynb").read_text())
     assert notebook["nbformat"] == 4
     shown = {type(value): HtmlPage(html) for value, html in run_cells(notebook)}

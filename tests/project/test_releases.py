@@ -179,6 +179,10 @@ def test_the_bill_has_what_the_project_requires() -> None:
     model = parts.pop(sbom.MODEL)
     digest = hashlib.sha256((ROOT / "src" / sbom.MODEL).read_bytes()).hexdigest()
     assert model["hashes"] == [{"alg": "SHA-256", "content": digest}]
+    source = json.loads((ROOT / "ggml/source.json").read_text())
+    ggml = parts.pop(f"ggml@{source['ggml']}")
+    assert ggml["licenses"] == [{"license": {"id": "MIT"}}]
+    assert source["sha256"] in [fact["value"] for fact in ggml["properties"]]
     found = set()
     for part in parts.values():
         facts = [(fact["name"], fact["value"]) for fact in part["properties"]]
@@ -197,7 +201,7 @@ def test_the_bill_has_what_the_project_requires() -> None:
     # Each has a licence, and is what the package depends on.
     assert all(sbom.recorded_licences().values())
     (depends,) = [each["dependsOn"] for each in record["dependencies"] if "dependsOn" in each]
-    assert set(depends) == {*parts, sbom.MODEL}
+    assert set(depends) == {*parts, sbom.MODEL, ggml["bom-ref"]}
 
 
 @pytest.mark.slow  # to import the library takes longer than most tests

@@ -26,6 +26,8 @@ RECORD = ROOT / "tools" / "release" / "sbom.cdx.json"
 MODEL = "unimem/engine/models/tiny.gguf"
 # Extras for work on the project only.
 FOR_WORK = {"test", "check", "docs", "worth", "release"}
+# ggml, built from the folder of this name, which no index has.
+GGML = ROOT / "ggml"
 # Code of these packages goes into the compiled modules.
 COMPILED_IN = ("cython", "numpy")
 
@@ -74,16 +76,22 @@ def needs() -> Iterator[Need]:
 def licences() -> dict[str, str]:
     """Ask the index for the licence of each; pip reads the metadata and installs nothing."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--no-deps"]
-    wanted = sorted({str(need.requirement) for need in needs()})
+    found = own_licences()
+    wanted = sorted({str(need.requirement) for need in needs() if need.name not in found})
     done = subprocess.run(
         [*command, "--ignore-installed", "--report", "-", *wanted],
         check=True, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    found: dict[str, str] = {}
     for item in json.loads(done.stdout)["install"]:
         about = item["metadata"]
         found[canonicalize_name(about["name"])] = licence_of(about)
     return found
+
+
+def own_licences() -> dict[str, str]:
+    """Return the licences of what is built from the folder ggml, by normalized names."""
+    project = tomllib.loads((GGML / "pyproject.toml").read_text())["project"]
+    return {project["name"]: project["license"], "ggml": "MIT"}
 
 
 def licence_of(about: Mapping[str, Any]) -> str:
@@ -120,7 +128,19 @@ def bill(of: Mapping[str, str]) -> str:
         licenses=[licence.make_from_string(project["license"])],
         hashes=[HashType(alg=HashAlgorithm.SHA_256, content=digest)],
     )  # fmt: skip
-    parts = [model]
+    source = json.loads((GGML / "source.json").read_text())
+    ggml = Component(
+        type=ComponentType.LIBRARY, name="ggml", version=source["ggml"],
+        bom_ref=f"ggml@{source['ggml']}", scope=ComponentScope.OPTIONAL,
+        purl=PackageURL("github", "ggml-org", "ggml", f"v{source['ggml']}"),
+        licenses=[licence.make_from_string(of["ggml"])],
+        properties=[
+            Property(name="unimem:part-of", value="unimem-ggml"),
+            Property(name="unimem:sources", value=source["file"]),
+            Property(name="unimem:sources-sha-256", value=source["sha256"]),
+        ],
+    )  # fmt: skip
+    parts = [model, ggml]
     for need in needs():
         facts = [Property(name="unimem:requirement", value=str(need.requirement))]
         facts += [Property(name="unimem:extra", value=extra) for extra in need.extras]

@@ -16,12 +16,13 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import pythons
-from compilers import GLIBC, toolchain
+from compilers import GLIBC, cross_compilers, toolchain
 from pythons import UnavailableError
 
 ROOT = Path(__file__).parents[2]
@@ -88,17 +89,26 @@ def zig() -> Path:
     return next((BUILD / "tools/lib").glob("python*/site-packages/ziglang/zig"))
 
 
-def build(version: str, machine: str, programs: Path) -> Path:
+def is_stable(version: str) -> bool:
+    """Return whether a Python loads modules of older ones: it has the interpreter's lock."""
+    return not version.endswith("t")
+
+
+def build(version: str, machine: str, programs: Path, *, engine: bool = False) -> Path:
     """Build one wheel in the folder of its machine, where only modules are compiled again."""
     tag = pythons.abi(version)
-    name = f"{tag.removesuffix('t')}-{tag}-manylinux_{GLIBC.replace('.', '_')}_{machine}"
+    abi = "abi3" if engine and is_stable(version) else tag
+    name = f"{tag.removesuffix('t')}-{abi}-manylinux_{GLIBC.replace('.', '_')}_{machine}"
     settings = {
-        "build-dir": BUILD / machine,
+        "build-dir": BUILD / (f"{machine}-ggml" if engine else machine),
         "wheel.tags": name,
         "install.strip": "false",
         "cmake.define.CMAKE_TOOLCHAIN_FILE": toolchain(machine, BUILD, zig()),
         "cmake.define.Python_INCLUDE_DIR": pythons.headers(version),
     }
+    if engine:
+        settings["cmake.define.UNIMEM_GGML_VARIANTS"] = "ON"
+        settings["wheel.py-api"] = tag if is_stable(version) else ""
     options = [word for key, value in settings.items() for word in ("-C", f"{key}={value}")]
     run(
         programs / "pip",
@@ -109,11 +119,11 @@ def build(version: str, machine: str, programs: Path) -> Path:
         "--wheel-dir",
         DIST,
         *options,
-        ".",
+        "./ggml" if engine else ".",
         PATH=f"{programs}:{os.environ['PATH']}",
         SETUPTOOLS_EXT_SUFFIX=pythons.suffix(version, machine),
     )
-    (wheel,) = DIST.glob(f"*-{name}.whl")
+    (wheel,) = DIST.glob(f"{'unimem_ggml' if engine else 'unimem_llm'}-*-{name}.whl")
     return wheel
 
 
@@ -152,6 +162,14 @@ def smoke(version: str, machine: str, target: Path) -> tuple[str, str]:
     return f"passed ({found['python']}{how})", found["code"]
 
 
+def try_engine(version: str, machine: str, target: Path) -> tuple[str, str]:
+    """Compute with ggml's installed wheel; return the Python that ran, and the chosen build."""
+    python = pythons.executable(version, machine)
+    found = json.loads(run(python, "-I", "-S", Path(__file__).parent / "smoke_ggml.py", target))
+    how = ", emulated" if pythons.is_emulated(machine) else ""
+    return f"{found['python']}{how}", found["build"]
+
+
 def test(wheel: Path, version: str, machine: str, programs: Path) -> str:
     """Run the tests of the memory layer with the wheel; return their result."""
     target = BUILD / "tested" / wheel.stem
@@ -167,22 +185,10 @@ def test(wheel: Path, version: str, machine: str, programs: Path) -> str:
     if pythons.is_emulated(machine):
         names = NOT_EMULATED.read_text().splitlines()
         options += [f"--deselect={name}" for name in names if not name.startswith("#")]
-        path = f"{cross_compilers(machine)}:{path}"
+        path = f"{cross_compilers(machine, BUILD, zig())}:{path}"
     python = pythons.executable(version, machine)
     text = run(python, "-m", "pytest", *options, *TESTED, PYTHONPATH=str(target), PATH=path)
     return text.splitlines()[-1].strip("= ")
-
-
-def cross_compilers(machine: str) -> Path:
-    """Return a folder of compilers for another machine, by the names that tests use."""
-    folder = BUILD / f"compilers-{machine}"
-    folder.mkdir(exist_ok=True)
-    for name, language in (("cc", "cc"), ("c++", "c++")):
-        script = folder / name
-        target = f"{machine}-linux-gnu.{GLIBC}"
-        script.write_text(f'#!/bin/sh\nexec {zig()} {language} -target {target} "$@"\n')
-        script.chmod(0o755)
-    return folder
 
 
 def make(version: str, machine: str, programs: Path, *, tests: bool) -> Row:
@@ -204,6 +210,45 @@ def make(version: str, machine: str, programs: Path, *, tests: bool) -> Row:
         row.smoke, row.failed = "FAILED: see above", True
     print(f"{row.name}: {row.smoke}", file=sys.stderr, flush=True)
     return row
+
+
+def make_engine(versions: Sequence[str], machine: str, programs: Path) -> Row:
+    """Build ggml's wheel for some Pythons that can share it, and try it with each."""
+    row = Row(f"unimem-ggml {pythons.abi(versions[0])} {machine}")
+    passed, skipped = [], ""
+    try:
+        wheel = build(versions[0], machine, programs, engine=True)
+        row.name, row.size = wheel.name, f"{wheel.stat().st_size / 1e6:.2f} MB"
+        row.glibc = judge(wheel, programs)
+        for version in versions:
+            target = BUILD / "site" / f"{wheel.stem}-{version}"
+            try:
+                install(target, wheel, version, machine, programs)
+                told, row.code = try_engine(version, machine, target)
+                passed.append(told)
+            except UnavailableError as error:
+                skipped = f"SKIPPED: {error}"
+        row.smoke = f"passed ({'; '.join(passed)})" if passed else skipped
+    except UnavailableError as error:
+        row.smoke = f"SKIPPED: {error}"
+    except FailedError as error:
+        print(error, file=sys.stderr)
+        row.smoke, row.failed = "FAILED: see above", True
+    print(f"{row.name}: {row.smoke}", file=sys.stderr, flush=True)
+    return row
+
+
+def make_all(
+    versions: Sequence[str], machine: str, programs: Path, *, tests: bool
+) -> Iterator[Row]:
+    """Build and try the wheels of a machine. Pythons with the lock share one of ggml."""
+    for version in versions:
+        yield make(version, machine, programs, tests=tests)
+    if stable := [version for version in versions if is_stable(version)]:
+        yield make_engine(stable, machine, programs)
+    for version in versions:
+        if not is_stable(version):
+            yield make_engine([version], machine, programs)
 
 
 def table(rows: list[Row]) -> str:
@@ -229,9 +274,7 @@ def main() -> int:
     rows = [Row(sdist.name, f"{sdist.stat().st_size / 1e6:.2f} MB")]
     with ThreadPoolExecutor() as pool:  # a folder of builds for each machine
         made = pool.map(
-            lambda machine: [
-                make(each, machine, programs, tests=asked.tests) for each in asked.python
-            ],
+            lambda machine: list(make_all(asked.python, machine, programs, tests=asked.tests)),
             asked.machine,
         )
         rows += [row for of_machine in made for row in of_machine]

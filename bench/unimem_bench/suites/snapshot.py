@@ -298,9 +298,9 @@ def first_token(measure: Measure, model: Path, n: int, rounds: int) -> None:
 
 def require_engine() -> None:
     """Raise NotMeasured unless the engine of the decoder is installed."""
-    if importlib.util.find_spec("ggml") is None:
+    if importlib.util.find_spec("unimem_ggml") is None:
         raise NotMeasured(
-            f"wants the decoder, whose ggml-python is not installed: {install_hint('run')}"
+            f"wants the decoder, whose unimem-ggml is not installed: {install_hint('run')}"
         )
 
 

@@ -177,17 +177,20 @@ def _load():
     cdef void *library
     cdef void **into = <void **>&cpu
     folder = os.path.dirname(__file__)
-    names = sorted(n for n in os.listdir(folder) if n.startswith("libunimem-ggml-cpu"))
+    prefix, builds = "libunimem-ggml-cpu", {}
+    for name in sorted(os.listdir(folder)):
+        if name.startswith(prefix):
+            level = name.removeprefix(prefix).removesuffix(".so").lstrip("-") or "native"
+            builds[level] = os.path.join(folder, name)
     wanted = os.environ.get("UNIMEM_GGML_CPU")  # for tests and benchmarks: "haswell"
-    if wanted:
-        names = [n for n in names if n == f"libunimem-ggml-cpu-{wanted}.so"]
-    scores = {name: score(os.path.join(folder, name)) for name in names}
-    best = max(scores, key=scores.get, default=None)
-    if best is None or not scores[best]:
+    if wanted and wanted not in builds:
+        raise ImportError(f"UNIMEM_GGML_CPU={wanted}: expected one of {', '.join(builds)}")
+    scores = {path: score(path) for level, path in builds.items() if level == (wanted or level)}
+    path = max(scores, key=scores.get, default=None)
+    if path is None or not scores[path]:
         raise ImportError(
-            f"ggml has no CPU backend for this CPU (builds here: {', '.join(names) or 'none'}): "
+            f"ggml has no CPU backend for this CPU (tried {', '.join(scores) or 'none'}): "
             "install unimem-ggml from its sources, which builds one for it")
-    path = os.path.join(folder, best)
     library = dlopen(os.fsencode(path), RTLD_NOW | RTLD_LOCAL)
     for i in range(7):
         into[i] = dlsym(library, FUNCTIONS[i])

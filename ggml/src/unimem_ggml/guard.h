@@ -78,10 +78,10 @@ static const size_t ne_offset = offsetof(tensor_t, ne);
 static const size_t nb_offset = offsetof(tensor_t, nb);
 static const size_t data_offset = offsetof(tensor_t, data);
 
-#define UNARY(name) GUARDED(name, (context_t * c, tensor_t *a), (c, a))
-#define BINARY(name) GUARDED(name, (context_t * c, tensor_t *a, tensor_t *b), (c, a, b))
+#define UNARY(name) GUARDED(name, (context_t * c, tensor_t * a), (c, a))
+#define BINARY(name) GUARDED(name, (context_t * c, tensor_t * a, tensor_t * b), (c, a, b))
 #define TERNARY(name)                                                                              \
-    GUARDED(name, (context_t * c, tensor_t *x, tensor_t *y, tensor_t *z), (c, x, y, z))
+    GUARDED(name, (context_t * c, tensor_t * x, tensor_t * y, tensor_t * z), (c, x, y, z))
 
 UNARY(soft_max)
 UNARY(sum_rows)

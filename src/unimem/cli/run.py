@@ -583,10 +583,7 @@ def _facts(decoder: Decoder, report: Report, talk: Talk, options: Options) -> di
 def _notes(report: Report) -> dict[str, str]:
     known = report.facts
     build = f"{known['ggml']}, {'' if known['tinyblas'] else 'no '}tinyBLAS"
-    notes = {"ggml": f"{build}, {' '.join(known['cpu_features'])}"}
-    if "advice" in known:
-        notes["advice"] = str(known["advice"])
-    return notes
+    return {"ggml": f"{build}, {' '.join(known['cpu_features'])}"}
 
 
 def _speed(n: int, seconds: float) -> str:
@@ -613,7 +610,7 @@ def _document(
     stream, ends = decoder.tokenizer.stream(), decoder.tokenizer.eog_ids
     text = "".join(stream.push(token) for token in talk.tokens if token not in ends)
     costs = talk.costs
-    ggml = {key: report.facts.get(key) for key in ("ggml", "cpu_features", "tinyblas", "advice")}
+    ggml = {key: report.facts.get(key) for key in ("ggml", "cpu_features", "tinyblas")}
     return terminal.document_head(SCHEMA) | {
         "model": {
             "files": list(weights.files),

@@ -248,7 +248,7 @@ def stage(
         An unknown option, a backing that cannot hold this model, a model without anything that
         this CPU repacks, or `repack` of a URL.
     ImportError
-        ggml-python is missing with `repack`, or the extra ``remote`` with a URL.
+        unimem-ggml is missing with `repack`, or the extra ``remote`` with a URL.
 
     Examples
     --------

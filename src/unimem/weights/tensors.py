@@ -168,7 +168,7 @@ class Tensor:
         Returns
         -------
         numpy.ndarray
-            A new float32 array of `shape`. ggml converts blocks if ggml-python is installed, else
+            A new float32 array of `shape`. ggml converts blocks if unimem-ggml is installed, else
             gguf-py; NumPy and ml_dtypes convert numbers.
 
         Raises

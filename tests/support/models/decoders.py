@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
 pytest.importorskip(
     "unimem.backends.ggml",
-    reason="the engine needs ggml: pip install '.[run]'",
+    reason="the engine needs ggml: pip install ./ggml '.[run]'",
     exc_type=ImportError,
 )
 

@@ -18,7 +18,7 @@ from unimem.weights.repack.image_cache import ImageCache
 pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
 pytest.importorskip(
     "unimem.backends.ggml",
-    reason="the engine needs ggml: pip install '.[run]'",
+    reason="the engine needs ggml: pip install ./ggml '.[run]'",
     exc_type=ImportError,
 )
 

@@ -33,7 +33,7 @@ from unimem.weights.residency import Dropper
 pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
 pytest.importorskip(
     "unimem.backends.ggml",
-    reason="the engine needs ggml: pip install '.[run]'",
+    reason="the engine needs ggml: pip install ./ggml '.[run]'",
     exc_type=ImportError,
 )
 
