@@ -408,11 +408,3 @@ def test_all_rows_of_the_manual_are_tested() -> None:
     assert set(re.findall(r"^\| (.*?) \| refused", rows, re.M)) == {
         case.row for case in RULES.values() if case.row is not None
     }
-
-
-def test_weights_say_which_rule_is_broken(tmp_path: Path) -> None:
-    raw, mark = sf.marked("{'t':{'dtype':^'U9'}}")
-    with pytest.raises(SafetensorsError) as caught, opened(tmp_path, raw):
-        pass
-    assert caught.value.offset == mark
-    assert caught.value.path == str(tmp_path / "model.safetensors")

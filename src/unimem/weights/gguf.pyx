@@ -49,16 +49,6 @@ cdef class GGUFHeader(HeaderBytes):
         return um.um_gguf_parse(&self._gguf, self._bytes, nbytes, self._file_nbytes, err)
 
     @property
-    def version(self) -> int:
-        """The version of the format, 2 or 3."""
-        return self._gguf.version
-
-    @property
-    def alignment(self) -> int:
-        """The alignment of tensor offsets, in bytes."""
-        return self._gguf.alignment
-
-    @property
     def nbytes(self) -> int:
         """Bytes up to the end of the tensor table."""
         return self._gguf.header_nbytes
@@ -68,17 +58,13 @@ cdef class GGUFHeader(HeaderBytes):
         """The offset of the tensor data in the file."""
         return self._gguf.data_offset
 
-    def keys(self) -> dict[str, int]:
-        """Return the keys of the metadata with their indices, in the order of the file."""
-        cdef const um.um_gguf_kv *kv
-        cdef uint64_t i
-        cdef Region _held = self.opened()
-        keys = {}
-        for i in range(self._gguf.n_kv):
-            kv = &self._gguf.kv[i]
-            keys[PyUnicode_DecodeUTF8(<const char *>self._bytes + kv.key_offset,
-                                      <Py_ssize_t>kv.key_nbytes, NULL)] = i
-        return keys
+    cdef uint64_t n_keys(self):
+        return self._gguf.n_kv
+
+    cdef str key(self, uint64_t i):
+        cdef const um.um_gguf_kv *kv = &self._gguf.kv[i]
+        return PyUnicode_DecodeUTF8(<const char *>self._bytes + kv.key_offset,
+                                    <Py_ssize_t>kv.key_nbytes, NULL)
 
     def value(self, Py_ssize_t index) -> _Value:
         """Decode a value: arrays of numbers or bools are read-only arrays, other arrays lists."""
@@ -153,17 +139,13 @@ cdef class GGUFHeader(HeaderBytes):
             arrays.append(self._array(<um.um_gguf_type>inner_type, at, inner_n))
         return arrays
 
-    def tensor_names(self) -> dict[str, int]:
-        """Return the names of the tensors with their indices, in the order of the file."""
-        cdef const um.um_gguf_tensor *tensor
-        cdef uint64_t i
-        cdef Region _held = self.opened()
-        names = {}
-        for i in range(self._gguf.n_tensors):
-            tensor = &self._gguf.tensors[i]
-            names[PyUnicode_DecodeUTF8(<const char *>self._bytes + tensor.name_offset,
-                                       <Py_ssize_t>tensor.name_nbytes, NULL)] = i
-        return names
+    cdef uint64_t n_tensors(self):
+        return self._gguf.n_tensors
+
+    cdef str name(self, uint64_t i):
+        cdef const um.um_gguf_tensor *tensor = &self._gguf.tensors[i]
+        return PyUnicode_DecodeUTF8(<const char *>self._bytes + tensor.name_offset,
+                                    <Py_ssize_t>tensor.name_nbytes, NULL)
 
     cdef const um.um_gguf_tensor *_tensor(self, Py_ssize_t index) except NULL:
         if not 0 <= index < <Py_ssize_t>self._gguf.n_tensors:
@@ -176,9 +158,6 @@ cdef class GGUFHeader(HeaderBytes):
         ne = tuple([tensor.ne[i] for i in range(tensor.n_dims)])
         name = um.um_gguf_type_of_tensor(tensor.type).name.decode()
         return ne, name, tensor.type, tensor.offset, tensor.nbytes
-
-    cdef uint64_t n_tensors(self):
-        return self._gguf.n_tensors
 
     cdef tuple place(self, uint64_t i):
         cdef um.um_gguf_tensor *tensor = &self._gguf.tensors[i]

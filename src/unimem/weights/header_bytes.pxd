@@ -16,6 +16,9 @@ cdef class HeaderBytes:
     cdef Region opened(self)
     # The parser of the format, over the first nbytes.
     cdef um.um_status parse(self, size_t nbytes, um.um_error *err) noexcept nogil
-    # The tensors of the format, and the offset, bytes and type of each.
+    # The keys of the metadata, and the tensors, with the offset, bytes and type of each.
+    cdef um.uint64_t n_keys(self)
+    cdef str key(self, um.uint64_t i)
     cdef um.uint64_t n_tensors(self)
+    cdef str name(self, um.uint64_t i)
     cdef tuple place(self, um.uint64_t i)

@@ -19,8 +19,17 @@ cdef class HeaderBytes:
     cdef um.um_status parse(self, size_t nbytes, um.um_error *err) noexcept nogil:
         return um.UM_E_STATE  # only the class of a format has a parser
 
+    cdef uint64_t n_keys(self):
+        return 0
+
+    cdef str key(self, uint64_t i):
+        raise IndexError(i)
+
     cdef uint64_t n_tensors(self):
         return 0
+
+    cdef str name(self, uint64_t i):
+        raise IndexError(i)
 
     cdef tuple place(self, uint64_t i):
         raise IndexError(i)
@@ -92,6 +101,16 @@ cdef class HeaderBytes:
         digest = hashlib.blake2b(memoryview(self.opened())[:self.nbytes], digest_size=16)
         digest.update(int(self._file_nbytes).to_bytes(8, "little"))
         return digest.hexdigest()
+
+    def keys(self) -> dict[str, int]:
+        """Return the keys of the metadata with their indices, in the order of the file."""
+        cdef Region _held = self.opened()
+        return {self.key(i): i for i in range(self.n_keys())}
+
+    def tensor_names(self) -> dict[str, int]:
+        """Return the names of the tensors with their indices, in the order of the file."""
+        cdef Region _held = self.opened()
+        return {self.name(i): i for i in range(self.n_tensors())}
 
     def bytes_by_type(self) -> dict[str, int]:
         """Return the total bytes of the tensors of each type, by name."""

@@ -65,14 +65,11 @@ cdef class SafetensorsHeader(HeaderBytes):
             return PyUnicode_DecodeUTF8(<const char *>self._bytes + text.offset, text.nbytes, NULL)
         return self._utf8(text).decode()
 
-    def keys(self) -> dict[str, int]:
-        """Return the keys of the metadata with their indices, in the order of the file."""
-        cdef uint64_t i
-        cdef Region _held = self.opened()
-        keys = {}
-        for i in range(self._safetensors.n_kv):
-            keys[self._text(self._safetensors.kv[i].key)] = i
-        return keys
+    cdef uint64_t n_keys(self):
+        return self._safetensors.n_kv
+
+    cdef str key(self, uint64_t i):
+        return self._text(self._safetensors.kv[i].key)
 
     def value(self, Py_ssize_t index) -> str:
         """Return a value of the metadata."""
@@ -89,14 +86,11 @@ cdef class SafetensorsHeader(HeaderBytes):
             raise IndexError(f"metadata {index} of {self._safetensors.n_kv}")
         return &self._safetensors.kv[index]
 
-    def tensor_names(self) -> dict[str, int]:
-        """Return the names of the tensors with their indices, in the order of the header."""
-        cdef uint64_t i
-        cdef Region _held = self.opened()
-        names = {}
-        for i in range(self._safetensors.n_tensors):
-            names[self._text(self._safetensors.tensors[i].name)] = i
-        return names
+    cdef uint64_t n_tensors(self):
+        return self._safetensors.n_tensors
+
+    cdef str name(self, uint64_t i):
+        return self._text(self._safetensors.tensors[i].name)
 
     cdef const um.um_safetensors_tensor *_tensor(self, Py_ssize_t index) except NULL:
         if not 0 <= index < <Py_ssize_t>self._safetensors.n_tensors:
@@ -114,9 +108,6 @@ cdef class SafetensorsHeader(HeaderBytes):
         ne = tuple([dims[n_dims - 1 - i] for i in range(n_dims)])
         name = _NAMES[<int>tensor.type]
         return ne, name, _GGML_TYPES.get(name), tensor.offset, tensor.nbytes
-
-    cdef uint64_t n_tensors(self):
-        return self._safetensors.n_tensors
 
     cdef tuple place(self, uint64_t i):
         cdef um.um_safetensors_tensor *tensor = &self._safetensors.tensors[i]
