@@ -298,7 +298,7 @@ def test_without_dev_shm(
         assert staged.backing == "memfd"
     for nameless in ("memfd", "hugetlb"):
         with pytest.raises(ValueError, match="names side by side"):
-            um.stage(split[0], backing=nameless)  # type: ignore[arg-type]
+            um.stage(split[0], backing=nameless)
     with pytest.raises(PlacementError, match=r"there is no .*none"):
         um.stage(model, backing="shm")
     with pytest.raises(PlacementError, match=r"not shm: there is no .*none"):

@@ -205,9 +205,7 @@ def _started(
                 command + list(map(str, numbers)),
                 pass_fds=[memory.fd, its.fileno(), *fds, *([kept] if kept >= 0 else [])],
                 cwd="/",
-                stdin=DEVNULL,
-                stdout=DEVNULL,
-                stderr=DEVNULL,
+                **dict.fromkeys(("stdin", "stdout", "stderr"), DEVNULL),
             )
         finally:
             its.close()

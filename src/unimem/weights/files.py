@@ -49,8 +49,6 @@ _SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
 _INDEX_BYTES_MAX = 32 << 20
 
 Version = tuple[int, ...]
-
-
 Header: TypeAlias = GGUFHeader | SafetensorsHeader
 
 
@@ -133,11 +131,6 @@ class ModelFiles:
         """Return the present version of a file."""
         return version_of(os.stat(path))
 
-    def clear(self) -> None:
-        """Close and forget the files."""
-        self.fds.close()
-        self.files.clear()
-
     def check_versions(self) -> None:
         """Raise OSError (ESTALE) if a file was replaced or written to since it was opened."""
         for file, fd in zip(self.files, self.fds, strict=True):
@@ -201,11 +194,8 @@ def identity_of(info: os.stat_result) -> Version:
 def check_version(file: ModelFile, info: os.stat_result) -> None:
     """Raise OSError (ESTALE) if a file has another version than when it was opened."""
     if version_of(info) != file.version:
-        raise OSError(
-            errno.ESTALE,
-            "The file was replaced or written to after it was opened: open it again",
-            file.path,
-        )
+        text = "The file was replaced or written to after it was opened: open it again"
+        raise OSError(errno.ESTALE, text, file.path)
 
 
 def _is_in_memory(fd: int) -> bool:
@@ -234,16 +224,15 @@ def reopen(file: ModelFile, flags: int = 0) -> Iterator[int]:
 def _open_regular(path: str, fds: _Descriptors) -> tuple[int, os.stat_result]:
     try:
         fd = fds.open(path)
-    except FileNotFoundError as error:
-        if os.path.islink(path):
-            text = f"The symbolic link leads to '{os.readlink(path)}', which does not exist"
-            raise FileNotFoundError(errno.ENOENT, text, path) from None
-        raise error
+    except FileNotFoundError:
+        if not os.path.islink(path):
+            raise
+        text = f"The symbolic link leads to '{os.readlink(path)}', which does not exist"
+        raise FileNotFoundError(errno.ENOENT, text, path) from None
     info = os.fstat(fd)
     if stat.S_ISDIR(info.st_mode):
-        raise IsADirectoryError(
-            errno.EISDIR, "A directory: give a model file in it, or its index", path
-        )
+        text = "A directory: give a model file in it, or its index"
+        raise IsADirectoryError(errno.EISDIR, text, path)
     if not stat.S_ISREG(info.st_mode):
         raise OSError(errno.EINVAL, "Expected a regular file", path)
     return fd, info
@@ -275,7 +264,8 @@ def _add_parts(model: ModelFiles, first: ModelFile) -> None:
             f"-{number + 1:05}-of-{count:05}.gguf",
             path=first.path,
         )
-    model.clear()
+    model.fds.close()
+    model.files.clear()
     for i in range(count):
         path = os.path.join(folder, f"{match['stem']}-{i + 1:05}-of-{count:05}.gguf")
         try:
@@ -328,15 +318,16 @@ def _add_indexed(model: ModelFiles, path: str) -> None:
     where = _read_index(path, model.index_text)
     for name in sorted(set(where.values())):
         beside = model.beside(path, name)
+        file = None
         try:
             file = model.add(beside)
         except FileNotFoundError:
             text = f"{path} names this file, which is missing"
             raise FileNotFoundError(errno.ENOENT, text, beside) from None
         except GGUFError:
-            _refuse_header(beside)
-        if isinstance(file.header, GGUFHeader):
-            _refuse_header(file.path)
+            pass
+        if file is None or isinstance(file.header, GGUFHeader):
+            raise SafetensorsError("a file of the index is not safetensors", path=beside)
         has = set(file.header.tensor_names())
         wanted = {tensor for tensor, place in where.items() if place == name}
         for tensor in sorted(wanted ^ has)[:1]:
@@ -345,10 +336,6 @@ def _add_indexed(model: ModelFiles, path: str) -> None:
                 f"a file of another model: by {path}, it {side} the tensor {tensor!r}",
                 path=file.path,
             )
-
-
-def _refuse_header(path: str) -> NoReturn:
-    raise SafetensorsError("a file of the index is not safetensors", path=path) from None
 
 
 def _read_index(path: str, text: bytes) -> dict[str, str]:
@@ -365,9 +352,8 @@ def _read_index(path: str, text: bytes) -> dict[str, str]:
     for name in where.values():
         # A name from the internet must not lead to another folder.
         if not isinstance(name, str) or not is_name(name):
-            raise SafetensorsError(
-                f"{name!r} is not the name of a file beside the index", path=path
-            )
+            why = f"{name!r} is not the name of a file beside the index"
+            raise SafetensorsError(why, path=path)
     return where
 
 

@@ -221,7 +221,12 @@ def load_model(model: ModelFiles, request: LoadRequest, undo: ExitStack) -> Load
     asked = request.placement
     request = replace(request, placement=without_lone_mirror(asked, limits))
     if isinstance(model, RemoteFiles):
-        return _read(model, request, _choose_remote(model, request.load), undo)
+        if request.load == "map":
+            raise ValueError(
+                f"load='map' of {model.path}: a file on a server cannot be mapped: load='direct' "
+                "reads it into memory"
+            )
+        return _read(model, request, LoadChoice("direct", "it is read from a server"), undo)
     choice = choose(model, request.load, request.tape, request.placement)
     if asked is not request.placement:
         choice = replace(choice, reason=f"{choice.reason}; {ONE_COPY}")
@@ -325,15 +330,6 @@ def _fits_pool(nbytes: int, placement: PlacementOptions, facts: RoomFacts) -> bo
     numa = None if is_mirrored(placement) else policy.parse_numa(placement.get("numa"))
     request = policy.Request(nbytes, placement.get("pages", "auto"), numa)
     return policy.decide(request, facts).pages in policy.HUGETLB
-
-
-def _choose_remote(model: RemoteFiles, load: Load) -> LoadChoice:
-    if load == "map":
-        raise ValueError(
-            f"load='map' of {model.path}: a file on a server cannot be mapped: load='direct' reads "
-            "it into memory"
-        )
-    return LoadChoice("direct", "it is read from a server")
 
 
 def _choose_buffered(model: ModelFiles, request: LoadRequest, choice: LoadChoice) -> LoadChoice:

@@ -205,7 +205,12 @@ def warm(
     ranges = _ranges(contents, without)
     total = sum(end - begin for _, begin, end in ranges)
     done, told = 0, 0.0
-    for part, offset, nbytes in _pieces(ranges):
+    pieces = [
+        (part, at, min(_WARM_BYTES, end - at))
+        for part, begin, end in ranges
+        for at in range(begin, end, _WARM_BYTES)
+    ]
+    for part, offset, nbytes in pieces:
         try:
             part.memory.block._warm_range(offset, nbytes, n_threads)
         except OSError as error:
@@ -324,16 +329,8 @@ def _bytes_below(chosen: NDArray[np.bool_], ends: NDArray[np.int64]) -> NDArray[
 
 def _row(row: NDArray[np.int64], nodes: Sequence[int], **whole: Any) -> Residency:
     nbytes, resident, mapped, huge, locked, unknown, *on_nodes = row.tolist()
-    return Residency(
-        nbytes,
-        resident,
-        mapped,
-        huge,
-        locked,
-        unknown,
-        dict(zip(nodes, on_nodes, strict=True)),
-        **whole,
-    )
+    by_node = dict(zip(nodes, on_nodes, strict=True))
+    return Residency(nbytes, resident, mapped, huge, locked, unknown, by_node, **whole)
 
 
 class _TensorResidencies(Mapping[str, Residency]):
@@ -391,12 +388,6 @@ def _ranges(contents: Contents, without: Collection[str]) -> list[tuple[ModelPar
             runs = runs_beside(part, contents, without)
         found += [(part, begin, end) for begin, end in runs]
     return found
-
-
-def _pieces(ranges: Iterable[tuple[ModelPart, int, int]]) -> Iterator[tuple[ModelPart, int, int]]:
-    for part, begin, end in ranges:
-        for offset in range(begin, end, _WARM_BYTES):
-            yield part, offset, min(_WARM_BYTES, end - offset)
 
 
 def write_back(fd: int) -> None:

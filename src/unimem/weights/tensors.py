@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from unimem.weights.loading import LoadMemory, unloaded_memory
 
 __all__ = ["Contents", "ModelPart", "Tensor", "headers_of"]
 
+_T = TypeVar("_T")
 # The dtypes that NumPy or ml_dtypes has, by the type's name; other types are blocks of bytes.
 _DTYPES = dict(
     pair.split("=")
@@ -187,62 +188,59 @@ class Tensor:
         )
 
 
-class _Metadata(Mapping[str, Value]):
-    def __init__(self, header: Header) -> None:
-        self._header = header
-        self._keys = header.keys()
+class _Decoded(Mapping[str, _T]):
+    """A mapping whose values are decoded on each access, from their indices by name."""
 
-    def __getitem__(self, key: str) -> Value:
-        index = self._keys.get(key)
+    def __init__(self, names: dict[str, int], of: str, kind: str) -> None:
+        self._names, self._of, self._kind = names, of, kind
+
+    def _index(self, name: str) -> int:
+        index = self._names.get(name)
         if index is None:
-            raise KeyError(f"{key!r:.100} is none of the metadata's {len(self)} keys")
-        return self._header.value(index)
+            raise KeyError(f"{name!r:.100} is none of the {self._of}'s {len(self)} {self._kind}")
+        return index
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._keys  # Mapping would decode the value
+    def __contains__(self, name: object) -> bool:
+        return name in self._names  # Mapping would decode the value
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._names)
 
     def __repr__(self) -> str:
-        return f"<metadata: {len(self)} keys>"
+        return f"<{len(self)} {self._kind} of the {self._of}>"
 
 
-class _Tensors(Mapping[str, Tensor]):
+class _Metadata(_Decoded[Value]):
+    def __init__(self, header: Header) -> None:
+        super().__init__(header.keys(), "metadata", "keys")
+        self._header = header
+
+    def __getitem__(self, key: str) -> Value:
+        return self._header.value(self._index(key))
+
+
+class _Tensors(_Decoded[Tensor]):
     def __init__(self, parts: tuple[ModelPart, ...]) -> None:
         self._parts = parts
         # Names map to numbers that count through all parts; rows are looked up on demand.
         self._firsts: list[int] = []
-        self._places: dict[str, int] = {}
+        places: dict[str, int] = {}
         for part in parts:
-            first = len(self._places)
+            first = len(places)
             self._firsts.append(first)
             names = part.file.header.tensor_names()
-            self._places |= {name: first + i for name, i in names.items()} if first else names
+            places |= {name: first + i for name, i in names.items()} if first else names
+        super().__init__(places, "model", "tensors")
 
     def __getitem__(self, name: str) -> Tensor:
-        place = self._places.get(name)
-        if place is None:
-            raise KeyError(f"{name!r:.100} is none of the model's {len(self)} tensors")
+        place = self._index(name)
         i = bisect_right(self._firsts, place) - 1
         part = self._parts[i]
         ne, kind, number, offset, nbytes = part.file.header.tensor(place - self._firsts[i])
         return Tensor(name, ne[::-1], ne, kind, number, nbytes, offset, part.file.path, part.memory)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._places
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __repr__(self) -> str:
-        return f"<tensors: {len(self)}>"
 
 
 class Contents:
