@@ -29,6 +29,7 @@ __all__ = [
     "Value",
     "add_files",
     "check_version",
+    "durable_path",
     "identity_of",
     "is_name",
     "open_model",
@@ -44,7 +45,9 @@ Value: TypeAlias = Union[  # noqa: UP007 - it refers to itself, which "|" cannot
 
 # As llama.cpp's gguf-split names them.
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+_MOST_LINKS = 40  # as the kernel has it
 _SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
+_DESCRIPTORS = re.compile(r"/proc/\d+(/task/\d+)?/fd")
 # The longest known have about 20 MB. Parsed JSON may take 25 times its length.
 _INDEX_BYTES_MAX = 32 << 20
 
@@ -57,7 +60,7 @@ class ModelFile:
     """One file of a model, as it was when it was opened."""
 
     path: str  # as given, or beside that file
-    absolute_path: str
+    absolute_path: str  # see `durable_path`
     # See `version_of`. For a file on a server: 0, 0, its size, and a hash of its ETag or 0.
     version: Version
     nbytes: int
@@ -108,9 +111,13 @@ class ModelFiles:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         header = read_header(fd, info.st_size, path)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NORMAL)
-        where = path, os.path.abspath(path), version_of(info), info.st_size
+        where = path, durable_path(path), version_of(info), info.st_size
         self.files.append(ModelFile(*where, header, _is_in_memory(fd), info.st_ctime_ns))
         return self.files[-1]
+
+    def absolute(self, path: str) -> str:
+        """Return the path of a file for other processes."""
+        return durable_path(path)
 
     def beside(self, path: str, name: str) -> str:
         """Return the path of a file beside another."""
@@ -130,6 +137,13 @@ class ModelFiles:
     def version_of(self, path: str) -> Version:
         """Return the present version of a file."""
         return version_of(os.stat(path))
+
+    def versions(self) -> list[tuple[str, Version]]:
+        """Return the absolute path and the version of each file, and of the index."""
+        found = [(file.absolute_path, file.version) for file in self.files]
+        if self.index is not None:
+            found.append((self.absolute(self.index), self.version_of(self.index)))
+        return found
 
     def check_versions(self) -> None:
         """Raise OSError (ESTALE) if a file was replaced or written to since it was opened."""
@@ -175,6 +189,33 @@ def add_files(model: ModelFiles, path: str) -> None:
     except BaseException:
         model.close()
         raise
+
+
+def durable_path(path: str) -> str:
+    """Return an absolute path that leads to the same file in other processes, and later.
+
+    A path through a descriptor, such as ``/dev/fd/3``, may lead to another file tomorrow: the
+    file's own path replaces it, or if the file has no name, the path below this process's PID.
+    """
+    path = step = os.path.abspath(path)
+    for _ in range(_MOST_LINKS):
+        folder = os.path.realpath(os.path.dirname(step))
+        step = os.path.join(folder, os.path.basename(step))
+        if _DESCRIPTORS.fullmatch(folder):
+            real = os.path.realpath(step)
+            return real if _are_same(step, real) else step
+        try:
+            step = os.path.join(folder, os.readlink(step))
+        except OSError:  # not a link
+            break
+    return path
+
+
+def _are_same(path: str, other: str) -> bool:
+    try:
+        return os.path.samefile(path, other)
+    except OSError:
+        return False
 
 
 def version_of(info: os.stat_result) -> Version:

@@ -18,7 +18,7 @@ from unimem.base.text import format_bytes
 from unimem.errors import FormatError
 from unimem.remote import transfers
 from unimem.remote.arrivals import Arrivals
-from unimem.remote.client import TOTAL_S, Answer, Server, is_url, open_server
+from unimem.remote.client import TOTAL_S, Answer, Server, is_url, open_server, url_key
 from unimem.remote.transfers import (
     PATIENT_TRIES,
     Progress,
@@ -103,6 +103,8 @@ class RemoteFiles(ModelFiles):
     ----------
     path : str
         The URL as it is shown.
+    key : str
+        The `url_key` of the URL: with other secret parts, it may lead to another file.
     read_bytes : int
         Bytes read of the files, and of files beside them.
     data_tries, data_threads : int
@@ -114,6 +116,7 @@ class RemoteFiles(ModelFiles):
     def __init__(self, url: str, tries: int = 1, server: Server | None = None) -> None:
         super().__init__()
         self._server, self.path = open_server(url) if server is None else (server, url)
+        self.key = url_key(url)
         self._tries = tries
         self._known: dict[str, ModelFile] = {}
         self._started: dict[str, _Started] = {}
@@ -244,6 +247,10 @@ class RemoteFiles(ModelFiles):
                 f"later, or {_INSTEAD}",
                 path,
             )
+
+    def absolute(self, path: str) -> str:
+        """Return the URL itself."""
+        return path
 
     def beside(self, path: str, name: str) -> str:
         """Return the URL of a file beside another."""
