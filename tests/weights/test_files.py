@@ -99,7 +99,7 @@ def with_other_numbers(parts: list[Path]) -> tuple[Path, str]:
 def with_fewer_tensors(parts: list[Path]) -> tuple[Path, str]:
     numbers = {"split.no": 1, "split.count": len(parts)}
     entries = [gf.kv(k, gf.UINT16, gf.values(gf.UINT16, [n])) for k, n in numbers.items()]
-    parts[1].write_bytes(gf.with_data(gf.head(0, 2), *entries)[0])
+    parts[1].write_bytes(gf.join(gf.head(0, 2), *entries)[0])
     return parts[-1], "split.tensors.count is"  # which is the file that was asked for
 
 
@@ -146,7 +146,7 @@ def test_a_part_with_another_name(model: Path, tmp_path: Path, end: str) -> None
 )
 def test_split_keys_must_be_numbers(tmp_path: Path, kind: int, value: bytes) -> None:
     file = tmp_path / "m-00001-of-00002.gguf"
-    file.write_bytes(gf.with_data(gf.head(0, 1), gf.kv("split.count", kind, value))[0])
+    file.write_bytes(gf.join(gf.head(0, 1), gf.kv("split.count", kind, value))[0])
     if kind == gf.UINT16:
         with open_weights(file) as weights:
             assert weights.files == (str(file),)
@@ -268,6 +268,19 @@ def test_too_few_descriptors_for_all_files(model: Path, run_python: Run) -> None
         assert len(os.listdir("/proc/self/fd")) == held
         """)
     assert run.returncode == 0, run.stderr
+
+
+def test_parts_joined_under_the_name_of_the_first(model: Path) -> None:
+    first, *others = gf.split(model, 8)
+    nbytes = first.stat().st_size
+    with first.open("ab") as file:
+        for other in others:
+            file.write(other.read_bytes())
+    for part in (first, others[0]):
+        with pytest.raises(GGUFError, match="the file goes on behind its tensors") as caught:
+            open_weights(part)
+        assert caught.value.path == str(first)
+        assert 0 <= nbytes - (caught.value.offset or 0) < 32
 
 
 @pytest.mark.parametrize("kind", ["split", "index"])

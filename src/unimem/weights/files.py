@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import mmap
 import os
 import re
 import stat
@@ -289,7 +290,17 @@ def read_header(fd: int, nbytes: int, path: str) -> Header:
     is_safetensors = path.endswith(".safetensors") or head[8:9] == b"{"
     if is_safetensors and head[:4] != b"GGUF":
         return SafetensorsHeader(fd, nbytes, path)
-    return GGUFHeader(fd, nbytes, path)
+    header = GGUFHeader(fd, nbytes, path)
+    end = max(header.nbytes, header.data_end)
+    if nbytes - end >= max(header.alignment, _huge_page_bytes(fd)):
+        raise GGUFError("the file goes on behind its tensors", end, path)
+    return header
+
+
+def _huge_page_bytes(fd: int) -> int:
+    """Return the page size of a file of hugetlb pages, which ends with a whole one; else 0."""
+    nbytes = os.fstatvfs(fd).f_bsize
+    return nbytes if nbytes > mmap.PAGESIZE and _is_in_memory(fd) else 0
 
 
 def _add_parts(model: ModelFiles, first: ModelFile) -> None:

@@ -54,9 +54,21 @@ cdef class GGUFHeader(HeaderBytes):
         return self._gguf.header_nbytes
 
     @property
+    def alignment(self) -> int:
+        """The alignment of tensor offsets, in bytes."""
+        return self._gguf.alignment
+
+    @property
     def data_offset(self) -> int:
         """The offset of the tensor data in the file."""
         return self._gguf.data_offset
+
+    @property
+    def unknown_types(self) -> dict[str, int]:
+        """The number of the type of each tensor whose type ggml 0.26 does not have, by name."""
+        types = {name: self._gguf.tensors[<uint64_t>i].type
+                 for name, i in self.tensor_names().items()}
+        return {name: n for name, n in types.items() if um.um_gguf_type_of_tensor(n) == NULL}
 
     cdef uint64_t n_keys(self):
         return self._gguf.n_kv
@@ -153,22 +165,29 @@ cdef class GGUFHeader(HeaderBytes):
         return &self._gguf.tensors[index]
 
     def tensor(self, Py_ssize_t index) -> tuple[tuple[int, ...], str, int, int, int]:
-        """Return ne (ggml's order: the contiguous first), type, its number, offset and bytes."""
+        """Return ne (ggml's order: the contiguous first), type, its number, offset and bytes.
+
+        The bytes of an unknown type are those up to the next tensor, or to the end of the file.
+        """
         cdef const um.um_gguf_tensor *tensor = self._tensor(index)
         ne = tuple([tensor.ne[i] for i in range(tensor.n_dims)])
-        name = um.um_gguf_type_of_tensor(tensor.type).name.decode()
-        return ne, name, tensor.type, tensor.offset, tensor.nbytes
+        return ne, type_name(tensor.type), tensor.type, tensor.offset, tensor.nbytes
 
     cdef tuple place(self, uint64_t i):
         cdef um.um_gguf_tensor *tensor = &self._gguf.tensors[i]
-        name = um.um_gguf_type_of_tensor(tensor.type).name.decode()
-        return tensor.offset, tensor.nbytes, name
+        return tensor.offset, tensor.nbytes, type_name(tensor.type)
+
+
+def type_name(uint32_t number) -> str:
+    """Return ggml's name of a type by its number; ``type_156`` if ggml 0.26 has no such type."""
+    cdef const um.um_gguf_tensor_type *known = um.um_gguf_type_of_tensor(number)
+    return f"type_{number}" if known == NULL else known.name.decode()
 
 
 def tensor_type(uint32_t number) -> tuple[str, int, int]:
     """Return ggml's name of a type by its number, and the values and bytes of a block.
 
-    ValueError says that ggml 0.15 has no such type.
+    ValueError says that ggml 0.26 has no such type.
     """
     cdef const um.um_gguf_tensor_type *known = um.um_gguf_type_of_tensor(number)
     if known == NULL:

@@ -112,6 +112,11 @@ cdef class HeaderBytes:
         cdef Region _held = self.opened()
         return {self.name(i): i for i in range(self.n_tensors())}
 
+    @property
+    def data_end(self) -> int:
+        """The end of the last tensor in the file; 0 without tensors."""
+        return max([sum(self.place(i)[:2]) for i in range(self.n_tensors())], default=0)
+
     def bytes_by_type(self) -> dict[str, int]:
         """Return the total bytes of the tensors of each type, by name."""
         cdef uint64_t i

@@ -429,15 +429,10 @@ def _layout_of(model: ModelFiles) -> tuple[list[_Slot], int]:
     end = 0
     for file in model.files:
         first = file.header.data_offset // _ALIGN * _ALIGN
-        nbytes = max(0, _data_end(file) - first)
+        nbytes = max(0, file.header.data_end - first)
         slots.append(_Slot(first, nbytes, end))
         end += -(-nbytes // _ALIGN) * _ALIGN
     return slots, max(end, _ALIGN)
-
-
-def _data_end(file: ModelFile) -> int:
-    rows = (file.header.tensor(i) for i in file.header.tensor_names().values())
-    return max((offset + nbytes for _, _, _, offset, nbytes in rows), default=0)
 
 
 def _read(model: ModelFiles, request: LoadRequest, choice: LoadChoice, undo: ExitStack) -> Loaded:

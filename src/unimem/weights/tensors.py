@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple, TypeVar
@@ -54,11 +55,12 @@ class Tensor:
         In ggml's order: the first dimension is contiguous. Empty for a scalar.
     type : str
         ggml's name, such as ``"f16"``, ``"q8_0"`` or ``"q4_K"``; if ggml has no such type, the name
-        of safetensors in lower case, such as ``"f8_e4m3"``.
+        of safetensors in lower case, such as ``"f8_e4m3"``, or in GGUF the number, as in
+        ``"type_156"``.
     ggml_type : int or None
-        ggml's number of the type, if it has one.
+        The number in a GGUF file, or ggml's number of the type, if it has one.
     nbytes : int
-        Bytes of the data.
+        Bytes of the data; for an unknown type, up to the next tensor or the end of the file.
     offset : int
         Where the data begins in the file.
     file : str
@@ -124,13 +126,16 @@ class Tensor:
         name = _DTYPES.get(self.type)
         if name is not None:
             return as_dtype(name), self.shape
-        n_rows = prod(self.shape[:-1])
-        if self.ggml_type is not None:
-            _, block_values, block_bytes = tensor_type(self.ggml_type)
-            return np.dtype(np.uint8), (*self.shape[:-1], self.ne[0] // block_values * block_bytes)
-        if n_rows == 0 or self.nbytes % n_rows:
+        n_rows, row_bytes = prod(self.shape[:-1]), 0
+        if self.ggml_type is None:  # a packed type of safetensors
+            row_bytes = 0 if n_rows == 0 else self.nbytes // n_rows
+        else:
+            with suppress(ValueError):  # the bytes of an unknown type may end with padding
+                _, block_values, block_bytes = tensor_type(self.ggml_type)
+                row_bytes = self.ne[0] // block_values * block_bytes
+        if row_bytes * n_rows != self.nbytes or (n_rows == 0 and self.ggml_type is None):
             return np.dtype(np.uint8), (self.nbytes,)
-        return np.dtype(np.uint8), (*self.shape[:-1], self.nbytes // n_rows)
+        return np.dtype(np.uint8), (*self.shape[:-1], row_bytes)
 
     def __array__(
         self, dtype: np.dtype[Any] | None = None, copy: bool | None = None
