@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import mmap
 import os
 import shutil
 from collections.abc import Callable
@@ -16,7 +17,14 @@ import pytest
 from conftest import Run
 from support.files import gguf_files as gf
 from support.files import safetensors_files as sf
-from support.files.weight_bytes import LOADS, leaves_no_descriptor, n_descriptors, open_folder, path
+from support.files.weight_bytes import (
+    LOADS,
+    leaves_no_descriptor,
+    mapped_bytes,
+    n_descriptors,
+    open_folder,
+    path,
+)
 from support.models.make import TINY, write_model
 from support.processes import interrupts
 from unimem.errors import GGUFError, SafetensorsError
@@ -281,6 +289,101 @@ def test_parts_joined_under_the_name_of_the_first(model: Path) -> None:
             open_weights(part)
         assert caught.value.path == str(first)
         assert 0 <= nbytes - (caught.value.offset or 0) < 32
+
+
+def lent(raw: bytes) -> list[Any]:
+    """The same bytes as each kind of buffer."""
+    shared = mmap.mmap(-1, len(raw))
+    shared[:] = raw
+    return [raw, bytearray(raw), memoryview(raw), np.frombuffer(raw, np.int8), shared]
+
+
+@pytest.mark.parametrize("load", ["auto", *LOADS])
+@pytest.mark.parametrize(("before", "behind"), [(0, 0), (1536, 700), (3, 1)])
+@pytest.mark.parametrize("kind", ["gguf", "safetensors"])
+def test_files_inside_others(
+    tmp_path: Path, load: Any, before: int, behind: int, kind: str
+) -> None:
+    raw = (gf if kind == "gguf" else sf).everything()
+    alone, outer = tmp_path / "alone", tmp_path / "outer"
+    alone.write_bytes(raw)
+    outer.write_bytes(b"x" * before + raw + b"y" * behind)
+    part: dict[str, Any] = {"offset": before, "size": len(raw), "load": load}
+    sources: list[Any] = [outer, *(lent(outer.read_bytes()) if load != "direct" else ())]
+    with open_weights(alone) as expected, outer.open("rb") as file:
+        for source in (*sources, file.fileno()):
+            with open_weights(source, **part) as weights:
+                assert weights.load == ("map" if load == "auto" else load)
+                assert weights.fingerprint == expected.fingerprint
+                assert weights.content_hash() == expected.content_hash()
+                for name, tensor in expected.tensors.items():
+                    here = weights.tensors[name]
+                    assert here.offset == before + tensor.offset
+                    assert here.as_array().tobytes() == tensor.as_array().tobytes()
+                    assert not here.as_array().flags.writeable
+                look = weights.residency()
+                assert look.nbytes >= weights.nbytes
+                weights.warm()
+                assert weights.residency().mapped_bytes == look.nbytes
+
+
+def test_a_descriptor_is_copied(path: Path) -> None:
+    with path.open("rb") as file:
+        weights = open_weights(file.fileno(), load="map")
+        path.unlink()  # it has no name any more
+        with open_weights(file.fileno()) as other:
+            assert other.fingerprint == weights.fingerprint
+    with weights:
+        assert weights.content_hash()
+
+
+def test_a_buffer_is_kept_and_viewed_without_a_copy() -> None:
+    buffer = bytearray(gf.everything())
+    before = mapped_bytes()["weights"]
+    with open_weights(buffer) as weights:
+        assert mapped_bytes()["weights"] == before, "it is the caller's"
+        array = weights.tensors["four"].as_array()
+        assert np.shares_memory(array, np.frombuffer(buffer, np.uint8))
+        with pytest.raises(BufferError, match="live users"):
+            weights.close()
+        for change in (weights.evict, weights.lock, weights.repair):
+            with pytest.raises(ValueError, match=r"memory of the caller.*load='copy'"):
+                change()
+    with pytest.raises(BufferError):
+        buffer.append(0)  # the array keeps it
+    del array
+    buffer.append(0)
+
+
+def test_wrong_sources(path: Path, tmp_path: Path) -> None:
+    raw = path.read_bytes()
+    nbytes = len(raw)
+    wrong: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+        (path, {"offset": 1}, GGUFError, "does not begin with GGUF"),
+        (raw + bytes(300), {}, GGUFError, "goes on behind its tensors"),
+        (b"ab" + raw[:99], {"offset": 2}, GGUFError, "more tensors than the file can hold"),
+        (path, {"offset": nbytes + 1}, ValueError, f"offset: expected at most {nbytes}, the size"),
+        (path, {"offset": 9, "size": nbytes}, ValueError, f"size: expected at most {nbytes - 9}"),
+        (raw, {"offset": -1}, ValueError, "offset: expected an integer from 0 on"),
+        (raw, {"size": 0}, ValueError, "size: expected an integer from 1 on"),
+        (raw, {"load": "direct"}, ValueError, "load='direct' of a buffer.*load='copy'"),
+        ("s3://a/b", {"offset": 1}, ValueError, "offset, size: expected a file"),
+        (-1, {}, ValueError, "path: expected an integer from 0"),
+        (10**6, {}, OSError, "Bad file descriptor"),
+        (True, {}, TypeError, "path: expected a path, a descriptor, or a buffer"),
+        (np.zeros((4, 4))[:, ::2], {}, TypeError, "a buffer in one piece"),
+    ]
+    for source, options, kind, text in wrong:
+        with pytest.raises(kind, match=text):
+            open_weights(source, **options)
+    with path.open("ab") as file, pytest.raises(OSError, match="not open for reading"):
+        open_weights(file.fileno())
+
+
+def test_one_part_of_a_split_model_is_no_model(model: Path) -> None:
+    part = gf.split(model, 8)[0]
+    with pytest.raises(GGUFError, match="a part of a split model: give the path"):
+        open_weights(part.read_bytes())
 
 
 @pytest.mark.parametrize("kind", ["split", "index"])

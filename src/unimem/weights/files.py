@@ -9,24 +9,27 @@ import mmap
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Self, TypeAlias, Union
+from typing import Any, NamedTuple, NoReturn, Self, TypeAlias, Union
 
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem.base.arguments import file_path
+from unimem.base.arguments import file_path, integer
 from unimem.base.descriptors import Descriptors
 from unimem.errors import GGUFError, SafetensorsError
 from unimem.weights.gguf import GGUFHeader
 from unimem.weights.safetensors import SafetensorsHeader
 
 __all__ = [
+    "WHOLE",
     "Header",
     "ModelFile",
     "ModelFiles",
+    "Part",
+    "Source",
     "Value",
     "add_files",
     "check_version",
@@ -46,6 +49,7 @@ Value: TypeAlias = Union[  # noqa: UP007 - it refers to itself, which "|" cannot
 
 # As llama.cpp's gguf-split names them.
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+_MOST_DESCRIPTORS = 2**31 - 1
 _MOST_LINKS = 40  # as the kernel has it
 _SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
 _DESCRIPTORS = re.compile(r"/proc/\d+(/task/\d+)?/fd")
@@ -53,7 +57,41 @@ _DESCRIPTORS = re.compile(r"/proc/\d+(/task/\d+)?/fd")
 _INDEX_BYTES_MAX = 32 << 20
 
 Version = tuple[int, ...]
+#: A path, a descriptor, or a buffer.
+Source: TypeAlias = (
+    str | os.PathLike[str] | int | bytes | bytearray | memoryview | mmap.mmap | NDArray[Any]
+)
 Header: TypeAlias = GGUFHeader | SafetensorsHeader
+
+
+class Part(NamedTuple):
+    """The part of a file or a buffer that is a model: `size` bytes, by default the rest."""
+
+    offset: int = 0
+    size: int | None = None
+
+    def check(self) -> None:
+        """Raise TypeError or ValueError for a wrong argument."""
+        integer(self.offset, "offset", 0)
+        if self.size is not None:
+            integer(self.size, "size", 1)
+
+    def within(self, nbytes: int, path: str) -> int:
+        """Return the size of the part, which lies within so many bytes."""
+        if self.offset > nbytes:
+            raise ValueError(
+                f"offset: expected at most {nbytes}, the size of {path}, got {self[0]}"
+            )
+        most = nbytes - self.offset
+        if self.size is None or self.size <= most:
+            return most if self.size is None else self.size
+        raise ValueError(
+            f"size: expected at most {most}, the bytes of {path} from byte {self.offset} on, got "
+            f"{self.size}"
+        )
+
+
+WHOLE = Part()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +106,19 @@ class ModelFile:
     header: Header = field(repr=False)
     in_memory: bool  # whether its pages are shared memory or hugetlb, which cannot be dropped
     changed_ns: int = 0  # time of the last change of its inode (ctime)
+    begin: int = 0  # of a file inside another one, whose version and paths these are
+    memory: memoryview | None = None  # the buffer that it is instead of a file
+
+    @property
+    def end(self) -> int:
+        """Where it ends in the file that holds it."""
+        return self.begin + self.nbytes
 
     @property
     def identity(self) -> Version:
-        """The file's `identity_of`."""
-        return (*self.version, self.changed_ns)
+        """The file's `identity_of`, and its place if that is inside another file."""
+        place = (self.begin,) if self.begin else ()
+        return (*self.version, self.changed_ns, *place)
 
 
 class _Descriptors(Descriptors):
@@ -105,15 +151,28 @@ class ModelFiles:
         self.index: str | None = None
         self.index_text = b""
 
-    def add(self, path: str) -> ModelFile:
-        """Open a file, and read and check its header."""
-        fd, info = _open_regular(path, self.fds)
+    def add(self, path: str, part: Part = WHOLE, fd: int | None = None) -> ModelFile:
+        """Open a file, or a copy of a descriptor, and read and check its header."""
+        fd, info = _open_regular(path, self.fds, fd)
+        nbytes = part.within(info.st_size, path)
         # Without reading ahead: how the data will be loaded is not known yet.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-        header = read_header(fd, info.st_size, path)
+        header = read_header(fd, nbytes, path, part.offset)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NORMAL)
-        where = path, durable_path(path), version_of(info), info.st_size
-        self.files.append(ModelFile(*where, header, _is_in_memory(fd), info.st_ctime_ns))
+        where = path, durable_path(path), version_of(info), nbytes
+        changed = info.st_ctime_ns
+        self.files.append(ModelFile(*where, header, _is_in_memory(fd), changed, part.offset))
+        return self.files[-1]
+
+    def add_buffer(self, memory: memoryview, part: Part) -> ModelFile:
+        """Check the header in a buffer."""
+        path = f"<{type(memory.obj).__name__} of {memory.nbytes} bytes>"
+        nbytes = part.within(memory.nbytes, path)
+        header = read_header(memory, nbytes, path, part.offset)
+        version = (0, 0, memory.nbytes, 0)
+        self.files.append(
+            ModelFile(path, "", version, nbytes, header, True, 0, part.offset, memory)
+        )
         return self.files[-1]
 
     def absolute(self, path: str) -> str:
@@ -148,7 +207,7 @@ class ModelFiles:
 
     def check_versions(self) -> None:
         """Raise OSError (ESTALE) if a file was replaced or written to since it was opened."""
-        for file, fd in zip(self.files, self.fds, strict=True):
+        for file, fd in zip(self.files, self.fds, strict=False):  # a buffer has no descriptor
             check_version(file, os.fstat(fd))
             check_version(file, os.stat(file.absolute_path))
 
@@ -163,18 +222,49 @@ class ModelFiles:
         self.close()
 
 
-def open_model(path: str | os.PathLike[str]) -> ModelFiles:
+def open_model(source: Source, part: Part | None = None) -> ModelFiles:
     """Open all files of a model, and read and check their headers.
 
-    The path is that of a GGUF file; of any part of a split one (``-00001-of-00003.gguf``), beside
-    the other parts; of a safetensors file; or of the index of several. GGUFError and
-    SafetensorsError say that a file breaks a rule of its format or belongs to another model,
-    OSError that one is missing, unreadable or not a regular file.
+    The source is the path of a GGUF file; of any part of a split one (``-00001-of-00003.gguf``),
+    beside the other parts; of a safetensors file; or of the index of several. With a `part`, it may
+    also be a descriptor or a buffer of one file. GGUFError and SafetensorsError say that a file
+    breaks a rule of its format or belongs to another model, OSError that one is missing, unreadable
+    or not a regular file.
     """
-    name = file_path(path)
     model = ModelFiles()
-    add_files(model, name)
+    if part is None or (part == WHOLE and isinstance(source, (str, os.PathLike))):
+        add_files(model, file_path(source))
+    elif isinstance(source, int) and not isinstance(source, bool):
+        fd = integer(source, "path", 0, _MOST_DESCRIPTORS)
+        _add_one(model, lambda: model.add(f"/proc/self/fd/{fd}", part, fd))
+    elif (memory := _memory_of(source)) is not None:
+        _add_one(model, lambda: model.add_buffer(memory, part))
+    else:
+        name = file_path(source)
+        _add_one(model, lambda: model.add(name, part))
     return model
+
+
+def _memory_of(source: Any) -> memoryview | None:
+    if isinstance(source, (str, os.PathLike)):
+        return None
+    try:
+        return memoryview(source).cast("B")
+    except TypeError:
+        raise TypeError(
+            f"path: expected a path, a descriptor, or a buffer in one piece, got {source!r:.60}"
+        ) from None
+
+
+def _add_one(model: ModelFiles, add: Callable[[], ModelFile]) -> None:
+    """Add the one file of a model; an error closes it."""
+    try:
+        file = add()
+        if isinstance(file.header, GGUFHeader) and _split(file)[0] > 1:
+            raise GGUFError("a part of a split model: give the path of a part", path=file.path)
+    except BaseException:
+        model.close()
+        raise
 
 
 def add_files(model: ModelFiles, path: str) -> None:
@@ -253,6 +343,9 @@ def _is_in_memory(fd: int) -> bool:
 @contextmanager
 def reopen(file: ModelFile, flags: int = 0) -> Iterator[int]:
     """Open a model's file anew for reading, if it was neither replaced nor written to."""
+    if file.memory is not None:
+        text = "A buffer, and no file that could be read again: load='copy' makes a copy"
+        raise OSError(errno.EINVAL, text, file.path)
     with _Descriptors() as fds:
         try:
             fd = fds.open(file.absolute_path, flags)
@@ -263,9 +356,11 @@ def reopen(file: ModelFile, flags: int = 0) -> Iterator[int]:
         yield fd
 
 
-def _open_regular(path: str, fds: _Descriptors) -> tuple[int, os.stat_result]:
+def _open_regular(
+    path: str, fds: _Descriptors, copied: int | None = None
+) -> tuple[int, os.stat_result]:
     try:
-        fd = fds.open(path)
+        fd = fds.open(path) if copied is None else fds.add(_copy_descriptor, copied, path)
     except FileNotFoundError:
         if not os.path.islink(path):
             raise
@@ -280,25 +375,42 @@ def _open_regular(path: str, fds: _Descriptors) -> tuple[int, os.stat_result]:
     return fd, info
 
 
-def read_header(fd: int, nbytes: int, path: str) -> Header:
-    """Read and check the header of a file of either format, which has `nbytes` in all."""
+def _copy_descriptor(fd: int, path: str) -> int:
+    try:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY:
+            raise OSError(errno.EBADF, "The descriptor is not open for reading")
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from None
+
+
+def read_header(source: int | memoryview, nbytes: int, path: str, begin: int = 0) -> Header:
+    """Read and check the header of a file of either format, which has `nbytes` in all.
+
+    `source` is a descriptor or a buffer, in which the file begins at byte `begin`.
+    """
     # The first bytes decide: a name may be that of a descriptor, as in /proc/self/fd/3.
     try:
-        head = os.pread(fd, 9, 0)
+        if isinstance(source, int):
+            head = os.pread(source, min(9, nbytes), begin)
+        else:
+            head = bytes(source[begin : begin + min(9, nbytes)])
     except OSError as error:
         raise OSError(error.errno, error.strerror, path) from None
     is_safetensors = path.endswith(".safetensors") or head[8:9] == b"{"
     if is_safetensors and head[:4] != b"GGUF":
-        return SafetensorsHeader(fd, nbytes, path)
-    header = GGUFHeader(fd, nbytes, path)
-    end = max(header.nbytes, header.data_end)
-    if nbytes - end >= max(header.alignment, _huge_page_bytes(fd)):
+        return SafetensorsHeader(source, nbytes, path, begin)
+    header = GGUFHeader(source, nbytes, path, begin)
+    end = max(begin + header.nbytes, header.data_end)
+    if begin + nbytes - end >= max(header.alignment, _huge_page_bytes(source)):
         raise GGUFError("the file goes on behind its tensors", end, path)
     return header
 
 
-def _huge_page_bytes(fd: int) -> int:
+def _huge_page_bytes(fd: int | memoryview) -> int:
     """Return the page size of a file of hugetlb pages, which ends with a whole one; else 0."""
+    if not isinstance(fd, int):
+        return 0
     nbytes = os.fstatvfs(fd).f_bsize
     return nbytes if nbytes > mmap.PAGESIZE and _is_in_memory(fd) else 0
 

@@ -32,15 +32,18 @@ cdef list _DTYPES = [None if name is None else np.dtype(name) for name in (
 cdef class GGUFHeader(HeaderBytes):
     """A parsed header, with its own copy of the bytes. Immutable: any number of threads may use it.
 
-    `fd` is open for reading, and may be closed afterwards; `path` is a name for messages. A file
-    that breaks a rule is a GGUFError; one that cannot be read, or is shorter than `file_nbytes`,
-    an OSError.
+    `source` is a descriptor that is open for reading, and may be closed afterwards, or a
+    memoryview of bytes; `path` is a name for messages. The file begins at byte `begin` of it, and
+    the offsets here are those in it. A file that breaks a rule is a GGUFError; one that cannot be
+    read, or is shorter than `file_nbytes`, an OSError.
     """
-    #: def __init__(self, fd: int, file_nbytes: int, path: str) -> None: ...
+    #: def __init__(
+    #:     self, source: int | memoryview, file_nbytes: int, path: str, begin: int = 0
+    #: ) -> None: ...
 
-    def __cinit__(self, int fd, uint64_t file_nbytes, str path):
-        self._file_nbytes = file_nbytes
-        self.read(fd, path, FIRST_READ_NBYTES, GGUFError)
+    def __cinit__(self, source, uint64_t file_nbytes, str path, uint64_t begin=0):
+        self._file_nbytes, self._begin = file_nbytes, begin
+        self.read(source, path, FIRST_READ_NBYTES, GGUFError)
 
     def __dealloc__(self):
         um.um_gguf_free(&self._gguf)
@@ -61,7 +64,7 @@ cdef class GGUFHeader(HeaderBytes):
     @property
     def data_offset(self) -> int:
         """The offset of the tensor data in the file."""
-        return self._gguf.data_offset
+        return self._begin + self._gguf.data_offset
 
     @property
     def unknown_types(self) -> dict[str, int]:
@@ -171,11 +174,11 @@ cdef class GGUFHeader(HeaderBytes):
         """
         cdef const um.um_gguf_tensor *tensor = self._tensor(index)
         ne = tuple([tensor.ne[i] for i in range(tensor.n_dims)])
-        return ne, type_name(tensor.type), tensor.type, tensor.offset, tensor.nbytes
+        return ne, type_name(tensor.type), tensor.type, self._begin + tensor.offset, tensor.nbytes
 
     cdef tuple place(self, uint64_t i):
         cdef um.um_gguf_tensor *tensor = &self._gguf.tensors[i]
-        return tensor.offset, tensor.nbytes, type_name(tensor.type)
+        return self._begin + tensor.offset, tensor.nbytes, type_name(tensor.type)
 
 
 def type_name(uint32_t number) -> str:

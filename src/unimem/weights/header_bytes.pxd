@@ -7,9 +7,11 @@ cdef class HeaderBytes:
     # truncation of the file would end this process.
     cdef Region _region
     cdef const unsigned char *_bytes
-    cdef um.uint64_t _file_nbytes
+    # The size of the model's file, and where it begins in the file that holds it.
+    cdef um.uint64_t _file_nbytes, _begin
     # Reads first_nbytes, or more if the parser needs them; raises `format` for a broken rule.
-    cdef int read(self, int fd, str path, um.uint64_t first_nbytes, type format) except -1
+    cdef int read(self, source, str path, um.uint64_t first_nbytes, type format) except -1
+    cdef int fetch(self, source, str path, um.uint64_t nbytes) except -1
     # Frees the copy behind the header.
     cdef void give_back_behind(self, size_t end) noexcept
     # The copy, which a reader must hold: a collection may close the header meanwhile.

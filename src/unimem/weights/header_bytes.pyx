@@ -5,8 +5,9 @@ import hashlib
 from unimem.errors import CapacityError, ClosedError, FormatError
 
 cimport cython
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport uint64_t, uintptr_t
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 
 from unimem._core cimport native as um
 from unimem._core.region cimport Region
@@ -34,7 +35,7 @@ cdef class HeaderBytes:
     cdef tuple place(self, uint64_t i):
         raise IndexError(i)
 
-    cdef int read(self, int fd, str path, uint64_t first_nbytes, type format) except -1:
+    cdef int read(self, source, str path, uint64_t first_nbytes, type format) except -1:
         cdef um.um_error err
         cdef um.um_status status = um.UM_OK
         cdef uint64_t nbytes = min(self._file_nbytes, first_nbytes)
@@ -50,10 +51,7 @@ cdef class HeaderBytes:
                     raise_status(status, &err, path)
                 self._region.enter()
                 self._bytes = <const unsigned char *>self._region.block.base
-                with nogil:
-                    status = um.um_file_read(fd, 0, self._region.block.base, nbytes, &err)
-                if status != um.UM_OK:
-                    raise_file_status(status, &err, "reading the header", path)
+                self.fetch(source, path, nbytes)
             with nogil:
                 status = self.parse(nbytes, &err)
             if status == um.UM_OK:
@@ -64,8 +62,27 @@ cdef class HeaderBytes:
                 try:
                     raise_status(status, &err, path, CapacityError, "bytes", format)
                 except FormatError as error:
-                    raise format(error.rule, error.offset, path) from None
+                    at = None if error.offset is None else self._begin + error.offset
+                    raise format(error.rule, at, path) from None
             nbytes = err.asked
+
+    cdef int fetch(self, source, str path, uint64_t nbytes) except -1:
+        """Copy the first bytes of a file, or of a buffer, into the region."""
+        cdef um.um_error err
+        cdef um.um_status status
+        cdef Py_buffer view
+        cdef int fd
+        if isinstance(source, memoryview):
+            PyObject_GetBuffer(source, &view, PyBUF_SIMPLE)
+            memcpy(self._region.block.base, <char *>view.buf + self._begin, nbytes)
+            PyBuffer_Release(&view)
+            return 0
+        fd = source
+        with nogil:
+            status = um.um_file_read(fd, self._begin, self._region.block.base, nbytes, &err)
+        if status != um.UM_OK:
+            raise_file_status(status, &err, "reading the header", path)
+        return 0
 
     cdef void give_back_behind(self, size_t end) noexcept:
         # Later reads take large steps, and the header may end early in the last. Memory that the

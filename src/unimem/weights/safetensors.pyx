@@ -25,15 +25,16 @@ cdef list _NAMES = [um.um_safetensors_type_name(<um.um_safetensors_type>i).decod
 cdef class SafetensorsHeader(HeaderBytes):
     """A parsed header, with its own copy of the bytes. Immutable: any number of threads may use it.
 
-    `fd` is open for reading, and may be closed afterwards; `path` is a name for messages. A file
-    that breaks a rule is a SafetensorsError; one that cannot be read, or is shorter than
-    `file_nbytes`, an OSError.
+    The arguments are those of `GGUFHeader`. A file that breaks a rule is a SafetensorsError; one
+    that cannot be read, or is shorter than `file_nbytes`, an OSError.
     """
-    #: def __init__(self, fd: int, file_nbytes: int, path: str) -> None: ...
+    #: def __init__(
+    #:     self, source: int | memoryview, file_nbytes: int, path: str, begin: int = 0
+    #: ) -> None: ...
 
-    def __cinit__(self, int fd, uint64_t file_nbytes, str path):
-        self._file_nbytes = file_nbytes
-        self.read(fd, path, FIRST_READ_NBYTES, SafetensorsError)
+    def __cinit__(self, source, uint64_t file_nbytes, str path, uint64_t begin=0):
+        self._file_nbytes, self._begin = file_nbytes, begin
+        self.read(source, path, FIRST_READ_NBYTES, SafetensorsError)
 
     def __dealloc__(self):
         um.um_safetensors_free(&self._safetensors)
@@ -50,7 +51,7 @@ cdef class SafetensorsHeader(HeaderBytes):
     @property
     def data_offset(self) -> int:
         """The offset of the tensor data in the file."""
-        return self._safetensors.header_nbytes
+        return self._begin + self._safetensors.header_nbytes
 
     cdef bytes _utf8(self, um.um_safetensors_text text):
         # Escapes are rare, and never shorter than the text that they encode.
@@ -107,8 +108,8 @@ cdef class SafetensorsHeader(HeaderBytes):
         cdef Py_ssize_t n_dims = tensor.n_dims
         ne = tuple([dims[n_dims - 1 - i] for i in range(n_dims)])
         name = _NAMES[<int>tensor.type]
-        return ne, name, _GGML_TYPES.get(name), tensor.offset, tensor.nbytes
+        return ne, name, _GGML_TYPES.get(name), self._begin + tensor.offset, tensor.nbytes
 
     cdef tuple place(self, uint64_t i):
         cdef um.um_safetensors_tensor *tensor = &self._safetensors.tensors[i]
-        return tensor.offset, tensor.nbytes, _NAMES[<int>tensor.type]
+        return self._begin + tensor.offset, tensor.nbytes, _NAMES[<int>tensor.type]
