@@ -47,7 +47,7 @@ typedef struct um_gguf_tensor {
     uint64_t name_offset, name_nbytes;
     uint64_t ne[UM_GGUF_MAX_DIMS]; /* ggml order: ne[0] is contiguous; 1 beyond n_dims */
     uint64_t offset, nbytes;       /* of the data, from the first byte of the file */
-    uint32_t n_dims, type;         /* type: ggml's number */
+    uint32_t n_dims, type; /* type: ggml's number; if unknown, nbytes ends at the next tensor */
 } um_gguf_tensor;
 
 typedef struct um_gguf {
@@ -65,7 +65,7 @@ typedef struct um_gguf_tensor_type {
     const char *name; /* such as "q8_0" */
     uint32_t block_values, block_bytes;
 } um_gguf_tensor_type;
-/* Returns the type of a number; NULL for a number that ggml 0.15 does not know. */
+/* Returns the type of a number; NULL for a number that ggml 0.26 does not know. */
 UM_API const um_gguf_tensor_type *um_gguf_type_of_tensor(uint32_t type);
 
 /* Parses the header in the first nbytes of a file of file_nbytes. It allocates two tables, a small

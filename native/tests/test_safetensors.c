@@ -274,7 +274,10 @@ TEST(string_rules) {
 
 TEST(metadata_rules) {
     check_rule("__metadata__ is not an object", "{'__metadata__':^[]}", 0);
-    check_rule("__metadata__ is not an object", "{'__metadata__':^null}", 0);
+    check_rule("__metadata__ is not an object", "{'__metadata__':^nul}", 0);
+    check_rule("the header is not valid JSON", "{'__metadata__':null^x}", 0);
+    put_file("{'__metadata__': null }", 0);
+    check_parses(file_nbytes, file_nbytes);
     static const char *const values[] = {"1", "null", "true", "{}", "['a']", "-1"};
     check_rule_in("a value of __metadata__ is not a string", "{'__metadata__':{'a': ^%s}}", values,
                   COUNT(values), 0);

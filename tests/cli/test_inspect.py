@@ -20,6 +20,7 @@ import pytest
 
 import unimem as um
 from support.files import gguf_files as g
+from support.files import safetensors_files as st
 from support.terminal.screens import CONTROL, Screen, show
 from unimem.cli import inspect as command
 from unimem.cli import terminal
@@ -84,6 +85,20 @@ def write(path: Path, more: list[list[g.Part]], name: str = "") -> Path:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("inspect") / "model.gguf", [])
+
+
+def test_unknown_types_and_empty_names_are_shown(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    rows = [g.tensor("", (8,), g.F32, 32), g.tensor("odd", (8,), 156, 0)]
+    path.write_bytes(g.with_data(g.head(2, 0), *rows, nbytes=64)[0])
+    assert_lines(
+        page_of(path, "--tensors"), r"type_156 +1 +32 B +50\.0% .*", r"'' +f32 +8 .*",
+        r"odd: type 156 is not known here: its size is that of the gap to the next tensor",
+    )  # fmt: skip
+    assert document_of(path)["types"][0]["type"] in ("f32", "type_156")
+    other = tmp_path / "m.safetensors"
+    other.write_bytes(st.write({"": ("U8", (3,))}, {"": "x"}))
+    assert_lines(page_of(other, "--tensors"), "'' +x", "'' +u8 +3 .*")
 
 
 @pytest.fixture(scope="module")

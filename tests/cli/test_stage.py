@@ -218,6 +218,27 @@ def test_a_changed_model_is_staged_again(model: Path, tmp_path: Path) -> None:
         assert len(kept(tmp_path)) == 1
 
 
+def test_a_name_of_another_file_drops_nothing(model: Path, tmp_path: Path) -> None:
+    """Both are /dev/fd/N, one after the other."""
+    other = Path(shutil.copy(model, tmp_path / "other.gguf"))
+    paths = []
+    fd = os.open(model, os.O_RDONLY)
+    try:
+        for path in (model, other):
+            with path.open("rb") as file:
+                os.dup2(file.fileno(), fd)
+            paths.append(stage(f"/dev/fd/{fd}"))
+        assert [held.source for held in kept(tmp_path)] == [str(model), str(other)]
+        assert [Path(path).name for path in paths] == [model.name, other.name]
+        assert stage(model) == paths[0]
+        (tmp_path / "link.gguf").symlink_to(other)
+        assert stage(tmp_path / "link.gguf") == paths[1], "the same file by another name"
+        assert run("--drop", f"/dev/fd/{fd}").code == 0
+        assert only(tmp_path).source == str(model)
+    finally:
+        os.close(fd)
+
+
 def test_other_options_are_another_stage(model: Path, tmp_path: Path) -> None:
     paths = [
         stage(model, *options)

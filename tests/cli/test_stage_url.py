@@ -128,6 +128,26 @@ def test_an_invalid_hash(store: ObjectServer) -> None:
     assert read_elsewhere(path) == TINY.read_bytes()
 
 
+def test_another_query_is_another_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was staged by `?id=a` stays, and serves a new link to the same version."""
+    pytest.importorskip("aiohttp", reason="aiohttp reads URLs: pip install '.[remote]'")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with serving() as server:
+        url = server.add(TINY)
+        try:
+            server.headers["ETag"] = '"a"'
+            first, _ = staged(f"{url}?id=a")
+            server.headers["ETag"] = '"b"'
+            assert staged(f"{url}?id=b")[0] != first
+            server.headers["ETag"] = '"a"'
+            assert staged(f"{url}?id=a&expires=1")[0] == first
+            server.headers["ETag"] = '"c"'
+            assert "was replaced on its server" in staged(f"{url}?id=a")[1].err
+            assert first not in [held.path for held in holders()]
+        finally:
+            show("stage", "--drop", url)
+
+
 def test_without_an_etag_each_call_stages_again(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("aiohttp", reason="aiohttp reads URLs: pip install '.[remote]'")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")

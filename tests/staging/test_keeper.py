@@ -10,18 +10,14 @@ from pathlib import Path
 import pytest
 
 import unimem as um
+from support.files.weight_bytes import mapped_bytes
 from support.processes import interrupts
 from support.processes.staged_models import TINY, left
-from unimem._core.status import ledger
 from unimem.staging import keeper
 from unimem.staging.keeper import drop, hold
 from unimem.weights.staged import Held, holders_of
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_nothing")
-
-
-def mapped() -> dict[str, int]:
-    return {name: row["mapped_bytes"] for name, row in ledger().items()}
 
 
 @pytest.mark.slow
@@ -36,12 +32,12 @@ def test_interrupted_at_each_line_of_handing_over_nothing_is_left() -> None:
     given: list[Held] = []
     keep()
     drop(given.pop())
-    before, n = (left(), mapped()), 0
+    before, n = (left(), mapped_bytes()), 0
     for _ in interrupts.at_each_line(keep, "staging/keeper.py", "staging/backings.py"):
         n += 1
         while given:  # it was handed over by then, or never
             drop(given.pop())
-        assert (left(), mapped()) == before, n
+        assert (left(), mapped_bytes()) == before, n
     drop(given.pop())
     assert n > 20
 

@@ -17,7 +17,13 @@ import pytest
 
 import unimem as um
 from conftest import Run
-from support.files.weight_bytes import cached_bytes, drop_from_cache, locked_bytes, open_folder
+from support.files.weight_bytes import (
+    cached_bytes,
+    drop_from_cache,
+    locked_bytes,
+    open_folder,
+    write_hole,
+)
 from support.kernel.cgroups import SmallCgroup, cgroup_512mb
 from support.kernel.huge_pages import eight_huge_pages, no_huge_pages
 from support.kernel.proc_maps import huge_page_bytes
@@ -102,6 +108,10 @@ def test_missing_huge_pages_of_readers_are_reported(backing: Any, model: Path) -
         um.stage(model, backing=backing, pages="thp").close()
 
 
+def full(nbytes: int, what: str) -> None:
+    raise um.CapacityError(f"{what}: {nbytes} do not fit", 0, 0, nbytes)
+
+
 def plain_reader(path: str) -> dict[str, int]:
     reader = start_reader(path)
     try:
@@ -123,7 +133,7 @@ def test_two_readers_share_the_pages(backing: Any, model: Path) -> None:
 
 
 @pytest.mark.usefixtures("eight_huge_pages")
-def test_hugetlb_pages(model: Path) -> None:
+def test_hugetlb_pages(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with um.stage(model, pages="2m", strict=True) as staged:
         assert (staged.backing, staged.granted.pages) == ("hugetlb", "2m")
         assert staged.granted.huge_bytes == os.path.getsize(staged.path) == 8 * MIB
@@ -134,6 +144,10 @@ def test_hugetlb_pages(model: Path) -> None:
             assert there.content_hash() == here.content_hash()
         with pytest.raises(PlacementError, match="sealed"):
             um.Block.attach(staged.fd, writable=True)
+    monkeypatch.setattr(limits, "require", full)
+    with um.stage(model) as staged:  # a pool has room of its own
+        assert staged.backing == "hugetlb"
+        assert "do not fit" in staged.reason
 
 
 @pytest.mark.usefixtures("no_huge_pages")
@@ -156,12 +170,6 @@ def test_split_models_keep_their_names(split: list[Path], backing: Any) -> None:
         assert staged.path == staged.paths[0]
         with um.open_weights(staged.path) as there, um.open_weights(split[0]) as here:
             assert there.fingerprint == here.fingerprint
-
-
-@pytest.mark.parametrize("backing", ["memfd", "hugetlb"])
-def test_places_without_names_take_one_file(split: list[Path], backing: Any) -> None:
-    with pytest.raises(ValueError, match="names side by side"):
-        um.stage(split[0], backing=backing)
 
 
 def test_an_index_is_staged_with_its_files(indexed: Path) -> None:
@@ -271,8 +279,7 @@ with um.stage({copied!r}) as staged:
 
 
 def test_missing_room_is_reported_at_once(cgroup_512mb: SmallCgroup, tmp_path: Path) -> None:
-    model = Path(shutil.copy(TINY, tmp_path / "large.gguf"))
-    os.truncate(model, 600 * MIB)
+    model = write_hole(tmp_path / "large.gguf", 600 * MIB)
     said = cgroup_512mb.run(f"""
 import os, unimem as um
 for backing in ("auto", "tmpfs", "memfd", "shm"):
@@ -294,14 +301,13 @@ def test_without_dev_shm(
         monkeypatch.setattr(module, "SHM", str(tmp_path / "none"))
     with um.stage(model) as staged:
         assert staged.backing == "memfd"
+    for nameless in ("memfd", "hugetlb"):
+        with pytest.raises(ValueError, match="names side by side"):
+            um.stage(split[0], backing=nameless)
     with pytest.raises(PlacementError, match=r"there is no .*none"):
         um.stage(model, backing="shm")
     with pytest.raises(PlacementError, match=r"not shm: there is no .*none"):
         um.stage(split[0])
-
-
-def full(nbytes: int, what: str) -> None:
-    raise um.CapacityError(f"{what}: {nbytes} do not fit", 0, 0, nbytes)
 
 
 def test_a_dev_shm_that_is_full_or_closed(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
@@ -317,14 +323,6 @@ def test_a_dev_shm_that_is_full_or_closed(monkeypatch: pytest.MonkeyPatch, model
         um.stage(model, backing="shm")
 
 
-@pytest.mark.usefixtures("eight_huge_pages")
-def test_a_pool_has_room_of_its_own(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
-    monkeypatch.setattr(limits, "require", full)
-    with um.stage(model) as staged:
-        assert staged.backing == "hugetlb"
-        assert "do not fit" in staged.reason
-
-
 def test_interrupts_and_changes_end_staging(backing: Any, model: Path) -> None:
     def cancel(done: int, total: int) -> None:
         assert 0 < done <= total == model.stat().st_size
@@ -334,25 +332,20 @@ def test_interrupts_and_changes_end_staging(backing: Any, model: Path) -> None:
         with model.open("ab") as file:
             file.write(b"more")
 
-    with pytest.raises(KeyboardInterrupt):
-        um.stage(model, backing=backing, progress=cancel)
-    with pytest.raises(OSError, match="written to") as caught:
-        um.stage(model, backing=backing, progress=write)
-    assert caught.value.errno == errno.ESTALE
-
-
-def test_errors_of_the_callback_are_not_the_file_s(model: Path) -> None:
-    """Not even where it looks as if the file system had no reads past the page cache."""
-    drop_from_cache(model)
-    seen = []
-
     def fail(done: int, total: int) -> None:
         seen.append(done)
-        raise OSError(errno.EINVAL, "mine")
+        raise OSError(errno.EINVAL, "mine")  # as if the file system had no direct reads
 
+    seen: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        um.stage(model, backing=backing, progress=cancel)
+    drop_from_cache(model)
     with pytest.raises(OSError, match="mine"):
         um.stage(model, progress=fail)
     assert len(seen) == 1
+    with pytest.raises(OSError, match="written to") as caught:
+        um.stage(model, backing=backing, progress=write)
+    assert caught.value.errno == errno.ESTALE
 
 
 def test_progress_counts_all_parts(split: list[Path]) -> None:
@@ -367,15 +360,16 @@ def test_progress_counts_all_parts(split: list[Path]) -> None:
 def test_bad_files_are_never_staged(tmp_path: Path, split: list[Path]) -> None:
     bad = tmp_path / "bad.gguf"
     bad.write_bytes(b"GGUF" + bytes(100))
-    with pytest.raises(um.GGUFError):
-        um.stage(bad)
-    with pytest.raises(FileNotFoundError):
-        um.stage(tmp_path / "none.gguf")
-    with pytest.raises(IsADirectoryError):
-        um.stage(tmp_path)
     split[2].unlink()
-    with pytest.raises(FileNotFoundError, match="Part 3 of 3"):
-        um.stage(split[0])
+    refused: list[tuple[Path, type[Exception], str]] = [
+        (bad, um.GGUFError, "version"),
+        (tmp_path / "none.gguf", FileNotFoundError, "none"),
+        (tmp_path, IsADirectoryError, "give a model file"),
+        (split[0], FileNotFoundError, "Part 3 of 3"),
+    ]
+    for path, error, text in refused:
+        with pytest.raises(error, match=text):
+            um.stage(path)
 
 
 @pytest.mark.parametrize(
@@ -408,15 +402,13 @@ def test_a_closed_stage(model: Path) -> None:
             getattr(staged, name)()
 
 
-def test_a_forgotten_stage_warns(model: Path) -> None:
+def test_a_forgotten_stage_warns(model: Path, run_python: Run) -> None:
     staged = um.stage(model, backing="shm")
     path = staged.path
     with pytest.warns(ResourceWarning, match="unclosed Stage"):
         del staged
     assert not os.path.exists(path)
-
-
-def test_the_end_of_the_process_ends_it(model: Path, run_python: Run) -> None:
+    # And one of a process that ends.
     script = f"import unimem as um; s = um.stage({str(model)!r}, backing='shm'); print(s.path)"
     path = run_python(script).stdout.strip()
     assert path.startswith("/dev/shm/")

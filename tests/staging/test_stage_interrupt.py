@@ -5,17 +5,13 @@ from __future__ import annotations
 import pytest
 
 import unimem as um
+from support.files.weight_bytes import mapped_bytes
 from support.processes import interrupts
 from support.processes.staged_models import TINY, left, may_mount
-from unimem._core.status import ledger
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
 FILES = ("staging/", "base/descriptors.py", "system/memfds.py")
-
-
-def mapped() -> dict[str, int]:
-    return {name: row["mapped_bytes"] for name, row in ledger().items()}
 
 
 @pytest.mark.slow
@@ -29,8 +25,8 @@ def test_interrupted_at_each_line_nothing_is_left(backing: str) -> None:
         um.stage(TINY, backing=backing).close()  # type: ignore[arg-type]
 
     stage()
-    before, n = (left(), mapped()), 0
+    before, n = (left(), mapped_bytes()), 0
     for _ in interrupts.at_each_line(stage, *FILES):
         n += 1
-        assert (left(), mapped()) == before, n
+        assert (left(), mapped_bytes()) == before, n
     assert n > 50

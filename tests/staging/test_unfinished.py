@@ -17,7 +17,6 @@ from unimem.remote import transfers
 from unimem.staging import keeper
 from unimem.staging.keeper import drop
 from unimem.staging.unfinished import find_unfinished
-from unimem.weights.remote_files import RemoteFiles
 from unimem.weights.staged import Held
 
 PIECE = 100_000
@@ -27,23 +26,22 @@ HEADER = "0-262143"
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
-def broken_off(store: ObjectServer, **options: Any) -> Held | None:
-    """Stage while the server fails after four ranges; what is kept of it, if anything."""
+def break_off(store: ObjectServer, **options: Any) -> list[Held]:
+    """Stage while the server fails after four ranges, and return what is kept of it."""
     good = iter(range(5))
     store.choose_fault = lambda *_: "" if next(good, None) is not None else "503"
     with pytest.raises(OSError, match="503"):
         um.stage(TINY_URL, **options)
     store.choose_fault = lambda *_: ""
-    return next(iter(find_unfinished(TINY_URL)), None)
+    return find_unfinished(TINY_URL)
 
 
 def test_without_resume_nothing_is_left(store: ObjectServer, backing: Any) -> None:
-    assert broken_off(store, backing=backing) is None
+    assert break_off(store, backing=backing) == []
 
 
 def test_the_next_call_asks_for_the_rest(store: ObjectServer, backing: Any) -> None:
-    held = broken_off(store, backing=backing, resume=True)
-    assert held is not None
+    (held,) = break_off(store, backing=backing, resume=True)
     assert [row[:3] for row in held.arrived] == [(0, i * PIECE, PIECE) for i in range(4)]
     assert held.nbytes == 4 * PIECE
     assert held.staleness() == "only a part of it has come"
@@ -59,8 +57,7 @@ def test_the_next_call_asks_for_the_rest(store: ObjectServer, backing: Any) -> N
 def test_a_load_may_be_interrupted_repeatedly(store: ObjectServer) -> None:
     n_there = 0
     while N_PIECES - n_there > 4:  # as many as come before the server fails
-        held = broken_off(store, resume=True)
-        assert held is not None
+        (held,) = break_off(store, resume=True)
         assert find_unfinished(TINY_URL) == [held], "what was taken over is not kept twice"
         assert len(held.arrived) > n_there
         n_there = len(held.arrived)
@@ -130,14 +127,13 @@ def test_the_sender_never_looks_like_the_keeper(
         seen.extend(find_unfinished(TINY_URL))
 
     monkeypatch.setattr(keeper, "run_child", run_and_look)
-    held = broken_off(store, resume=True)
-    assert held is not None
+    (held,) = break_off(store, resume=True)
     assert held.pid != os.getpid()
     assert seen == []
 
 
 def test_another_version_begins_anew(store: ObjectServer) -> None:
-    assert broken_off(store, resume=True)
+    break_off(store, resume=True)
     data = bytearray(TINY.read_bytes())
     data[-1] ^= 1
     store.add(TINY_PATH, bytes(data))
@@ -149,8 +145,7 @@ def test_another_version_begins_anew(store: ObjectServer) -> None:
 
 
 def test_changed_pieces_are_requested_again(store: ObjectServer) -> None:
-    held = broken_off(store, resume=True, backing="shm")
-    assert held is not None
+    (held,) = break_off(store, resume=True, backing="shm")
     with open(held.path, "r+b") as file:
         file.seek(held.arrived[0][1])
         file.write(b"\0" * 16)
@@ -179,26 +174,19 @@ def test_useless_pieces_are_not_kept(store: ObjectServer, change: str) -> None:
     assert find_unfinished(TINY_URL) == []
 
 
+@pytest.mark.usefixtures("store")  # for its small pieces and short waits
 def test_without_a_version_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("aiohttp", reason="aiohttp reads URLs: pip install '.[remote]'")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(transfers, "FIRST_WAIT_S", 0.001)
-    monkeypatch.setattr(transfers, "MOST_WAIT_S", 0.002)
+    read_range = transfers.read_range
     with serving() as server:
         url = server.add(TINY)
 
-        def progress(*_: int) -> None:
+        def read_and_fail(*given: Any) -> None:
+            read_range(*given)
             server.statuses["/tiny.gguf"] = 503
 
-        monkeypatch.setattr(transfers, "PIECE_BYTES", PIECE)
-        monkeypatch.setattr(RemoteFiles, "data_threads", 1)
-        original = transfers.read_range
-
-        def slowly(*given: Any) -> None:
-            original(*given)
-            progress()
-
-        monkeypatch.setattr(transfers, "read_range", slowly)
+        monkeypatch.setattr(transfers, "read_range", read_and_fail)
         with pytest.raises(OSError, match="503"):
             um.stage(url, resume=True)
         assert find_unfinished(url) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import mmap
 import os
 import shutil
 from collections.abc import Callable
@@ -16,10 +17,17 @@ import pytest
 from conftest import Run
 from support.files import gguf_files as gf
 from support.files import safetensors_files as sf
-from support.files.weight_bytes import LOADS, leaves_no_descriptor, n_descriptors, open_folder, path
+from support.files.weight_bytes import (
+    LOADS,
+    leaves_no_descriptor,
+    mapped_bytes,
+    n_descriptors,
+    open_folder,
+    path,
+)
 from support.models.make import TINY, write_model
 from support.processes import interrupts
-from unimem.errors import FormatError, GGUFError, SafetensorsError
+from unimem.errors import GGUFError, SafetensorsError
 from unimem.weights.files import open_model, reopen
 from unimem.weights.opened import open_weights
 
@@ -83,24 +91,27 @@ def test_a_missing_part_is_named(model: Path) -> None:
         away.rename(parts[missing])
 
 
-def of_another_model(parts: list[Path], other: Path) -> tuple[Path, str]:
+def of_another_model(parts: list[Path]) -> tuple[Path, str]:
+    (parts[0].parent / "other").mkdir()
+    other = parts[0].parent / "other" / "o.gguf"
+    write_model(other, "qwen3", shape=TINY, kind="q8_0")
     shutil.copy(gf.split(other, 9)[1], parts[1])
     return parts[1], "part of another model"
 
 
-def with_other_numbers(parts: list[Path], other: Path) -> tuple[Path, str]:
+def with_other_numbers(parts: list[Path]) -> tuple[Path, str]:
     shutil.copy(parts[2], parts[1])
     return parts[1], "part of another model: split.count and split.no are"
 
 
-def with_fewer_tensors(parts: list[Path], other: Path) -> tuple[Path, str]:
+def with_fewer_tensors(parts: list[Path]) -> tuple[Path, str]:
     numbers = {"split.no": 1, "split.count": len(parts)}
     entries = [gf.kv(k, gf.UINT16, gf.values(gf.UINT16, [n])) for k, n in numbers.items()]
-    parts[1].write_bytes(gf.with_data(gf.head(0, 2), *entries)[0])
+    parts[1].write_bytes(gf.join(gf.head(0, 2), *entries)[0])
     return parts[-1], "split.tensors.count is"  # which is the file that was asked for
 
 
-def with_the_same_tensors(parts: list[Path], other: Path) -> tuple[Path, str]:
+def with_the_same_tensors(parts: list[Path]) -> tuple[Path, str]:
     # The first, numbered as the second: as many tensors, but some are there twice.
     raw, number = parts[0].read_bytes(), gf.string("split.no") + gf.u32(gf.UINT16)
     at = raw.index(number) + len(number)
@@ -111,11 +122,9 @@ def with_the_same_tensors(parts: list[Path], other: Path) -> tuple[Path, str]:
 @pytest.mark.parametrize(
     "change", [of_another_model, with_other_numbers, with_fewer_tensors, with_the_same_tensors]
 )
-def test_parts_that_do_not_belong_together(model: Path, tmp_path: Path, change: Any) -> None:
+def test_parts_that_do_not_belong_together(model: Path, change: Any) -> None:
     parts = gf.split(model, 7)
-    (tmp_path / "other").mkdir()
-    other = write_model(tmp_path / "other" / "o.gguf", "qwen3", shape=TINY, kind="q8_0")
-    culprit, text = change(parts, other)
+    culprit, text = change(parts)
     with pytest.raises(GGUFError, match=text) as caught:
         open_weights(parts[-1])
     assert caught.value.path == str(culprit)
@@ -133,41 +142,33 @@ def test_a_part_with_another_name(model: Path, tmp_path: Path, end: str) -> None
     assert caught.value.path == str(wrong)
 
 
-NO_NUMBERS = {
-    "string": gf.kv("split.count", gf.STRING, gf.string("2")),
-    "bool": gf.kv("split.count", gf.BOOL, b"\1"),
-    "negative": gf.kv("split.count", gf.INT32, gf.values(gf.INT32, [-2])),
-    "float": gf.kv("split.count", gf.FLOAT32, gf.values(gf.FLOAT32, [2.0])),
-}
-
-
-@pytest.mark.parametrize("kind", NO_NUMBERS)
-def test_split_keys_must_be_numbers(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (gf.STRING, gf.string("2")),
+        (gf.BOOL, b"\1"),
+        (gf.INT32, gf.values(gf.INT32, [-2])),
+        (gf.FLOAT32, gf.values(gf.FLOAT32, [2.0])),
+        *((gf.UINT16, gf.values(gf.UINT16, [one])) for one in (0, 1)),  # needs no number
+    ],
+)
+def test_split_keys_must_be_numbers(tmp_path: Path, kind: int, value: bytes) -> None:
     file = tmp_path / "m-00001-of-00002.gguf"
-    file.write_bytes(gf.with_data(gf.head(0, 1), NO_NUMBERS[kind])[0])
+    file.write_bytes(gf.join(gf.head(0, 1), gf.kv("split.count", kind, value))[0])
+    if kind == gf.UINT16:
+        with open_weights(file) as weights:
+            assert weights.files == (str(file),)
+        return
     with pytest.raises(GGUFError, match=r"integer split\.count") as caught:
         open_weights(file)
     assert caught.value.path == str(file)
-
-
-@pytest.mark.parametrize("count", [0, 1])
-def test_a_count_of_one_needs_no_number(tmp_path: Path, count: int) -> None:
-    entry = gf.kv("split.count", gf.UINT16, gf.values(gf.UINT16, [count]))
-    file = tmp_path / "m.gguf"
-    file.write_bytes(gf.with_data(gf.head(0, 1), entry)[0])
-    with open_weights(file) as weights:
-        assert weights.files == (str(file),)
 
 
 SHARDS: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {
     "model-00001-of-00002.safetensors": {"b": ("F16", (2, 3)), "a": ("BF16", (4,))},
     "model-00002-of-00002.safetensors": {"c": ("F8_E4M3", (2, 2)), "d": ("F4", (3, 2))},
 }
-
-
 INDEX = "model.safetensors.index.json"
-
-
 WHERE = {tensor: name for name, tensors in SHARDS.items() for tensor in tensors}
 
 
@@ -196,14 +197,11 @@ def test_an_index_is_a_model(index: Path, load: Any) -> None:
             assert tensor.file == str(file)
             data = file.read_bytes()[tensor.offset : tensor.offset + tensor.nbytes]
             assert tensor.as_array().tobytes() == data
+        with open_weights(index.with_name(WHERE["b"])) as one:  # a file is a model, too
+            assert list(one.tensors) == ["b", "a"]
         four_bits = weights.tensors["d"]
         assert (four_bits.shape, four_bits.ggml_type) == ((3, 2), None)
         assert four_bits.as_array().shape == (3, 1)
-
-
-def test_one_file_of_an_index_is_a_model_too(index: Path) -> None:
-    with open_weights(index.with_name(WHERE["b"])) as weights:
-        assert list(weights.tensors) == ["b", "a"]
 
 
 @pytest.mark.parametrize(
@@ -218,6 +216,7 @@ def test_one_file_of_an_index_is_a_model_too(index: Path) -> None:
             for name in ("../a.safetensors", "/etc/passwd", "..", "", "x\\u0000", "x\\ud800")
         ),
         ('{"weight_map": {"a": "x", "a": "y"}}', "occurs twice"),
+        pytest.param(" " * ((32 << 20) + 1), "longer than 32 MiB", id="long"),
     ],
     ids=lambda value: value[:30],
 )
@@ -232,17 +231,7 @@ def test_invalid_indices(tmp_path: Path, text: str, said: str) -> None:
     assert "at byte" not in str(caught.value)
 
 
-def test_a_too_long_index(tmp_path: Path) -> None:
-    index = tmp_path / INDEX
-    index.touch()
-    os.truncate(index, (32 << 20) + 1)
-    with pytest.raises(SafetensorsError, match="longer than 32 MiB"):
-        open_weights(index)
-
-
 ONE, TWO = SHARDS
-
-
 # An index, the file that the error names, and the error.
 OTHER_INDICES: dict[str, tuple[dict[str, str], str, type[Exception], str]] = {
     "itself": ({"a": INDEX}, INDEX, SafetensorsError, "is not safetensors"),
@@ -287,6 +276,119 @@ def test_too_few_descriptors_for_all_files(model: Path, run_python: Run) -> None
         assert len(os.listdir("/proc/self/fd")) == held
         """)
     assert run.returncode == 0, run.stderr
+
+
+def test_parts_joined_under_the_name_of_the_first(model: Path) -> None:
+    first, *others = gf.split(model, 8)
+    nbytes = first.stat().st_size
+    with first.open("ab") as file:
+        for other in others:
+            file.write(other.read_bytes())
+    for part in (first, others[0]):
+        with pytest.raises(GGUFError, match="the file goes on behind its tensors") as caught:
+            open_weights(part)
+        assert caught.value.path == str(first)
+        assert 0 <= nbytes - (caught.value.offset or 0) < 32
+
+
+def lent(raw: bytes) -> list[Any]:
+    """The same bytes as each kind of buffer."""
+    shared = mmap.mmap(-1, len(raw))
+    shared[:] = raw
+    return [raw, bytearray(raw), memoryview(raw), np.frombuffer(raw, np.int8), shared]
+
+
+@pytest.mark.parametrize("load", ["auto", *LOADS])
+@pytest.mark.parametrize(("before", "behind"), [(0, 0), (1536, 700), (3, 1)])
+@pytest.mark.parametrize("kind", ["gguf", "safetensors"])
+def test_files_inside_others(
+    tmp_path: Path, load: Any, before: int, behind: int, kind: str
+) -> None:
+    raw = (gf if kind == "gguf" else sf).everything()
+    alone, outer = tmp_path / "alone", tmp_path / "outer"
+    alone.write_bytes(raw)
+    outer.write_bytes(b"x" * before + raw + b"y" * behind)
+    part: dict[str, Any] = {"offset": before, "nbytes": len(raw), "load": load}
+    sources: list[Any] = [outer, *(lent(outer.read_bytes()) if load != "direct" else ())]
+    with open_weights(alone) as expected, outer.open("rb") as file:
+        for source in (*sources, file.fileno()):
+            with open_weights(source, **part) as weights:
+                assert weights.load == ("map" if load == "auto" else load)
+                assert weights.fingerprint == expected.fingerprint
+                assert weights.content_hash() == expected.content_hash()
+                for name, tensor in expected.tensors.items():
+                    here = weights.tensors[name]
+                    assert here.offset == before + tensor.offset
+                    assert here.as_array().tobytes() == tensor.as_array().tobytes()
+                    assert not here.as_array().flags.writeable
+                look = weights.residency()
+                assert look.nbytes >= weights.nbytes
+                weights.warm()
+                assert weights.residency().mapped_bytes == look.nbytes
+
+
+def test_a_descriptor_is_copied(path: Path) -> None:
+    with path.open("rb") as file:
+        weights = open_weights(file.fileno(), load="map")
+        path.unlink()  # it has no name any more
+        with open_weights(file.fileno()) as other:
+            assert other.fingerprint == weights.fingerprint
+    with weights:
+        assert weights.content_hash()
+
+
+def test_a_buffer_is_kept_and_viewed_without_a_copy() -> None:
+    buffer = bytearray(gf.everything())
+    before = mapped_bytes()["weights"]
+    with open_weights(buffer) as weights:
+        assert mapped_bytes()["weights"] == before, "it is the caller's"
+        array = weights.tensors["four"].as_array()
+        assert np.shares_memory(array, np.frombuffer(buffer, np.uint8))
+        with pytest.raises(BufferError, match="live users"):
+            weights.close()
+        for change in (weights.evict, weights.lock, weights.repair):
+            with pytest.raises(ValueError, match=r"memory of the caller.*load='copy'"):
+                change()
+    with pytest.raises(BufferError):
+        buffer.append(0)  # the array keeps it
+    del array
+    buffer.append(0)
+
+
+def test_wrong_sources(path: Path, tmp_path: Path) -> None:
+    raw = path.read_bytes()
+    nbytes = len(raw)
+    wrong: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+        (path, {"offset": 1}, GGUFError, "does not begin with GGUF"),
+        (raw + bytes(300), {}, GGUFError, "goes on behind its tensors"),
+        (b"ab" + raw[:99], {"offset": 2}, GGUFError, "more tensors than the file can hold"),
+        (path, {"offset": nbytes + 1}, ValueError, f"offset: expected at most {nbytes}, the size"),
+        (
+            path,
+            {"offset": 9, "nbytes": nbytes},
+            ValueError,
+            f"nbytes: expected at most {nbytes - 9}",
+        ),
+        (raw, {"offset": -1}, ValueError, "offset: expected an integer from 0 on"),
+        (raw, {"nbytes": 0}, ValueError, "nbytes: expected an integer from 1 on"),
+        (raw, {"load": "direct"}, ValueError, "load='direct' of a buffer.*load='copy'"),
+        ("s3://a/b", {"offset": 1}, ValueError, "offset, nbytes: expected a file"),
+        (-1, {}, ValueError, "path: expected an integer from 0"),
+        (10**6, {}, OSError, "Bad file descriptor"),
+        (True, {}, TypeError, "path: expected a path, a descriptor, or a buffer"),
+        (np.zeros((4, 4))[:, ::2], {}, TypeError, "a buffer in one piece"),
+    ]
+    for source, options, kind, text in wrong:
+        with pytest.raises(kind, match=text):
+            open_weights(source, **options)
+    with path.open("ab") as file, pytest.raises(OSError, match="not open for reading"):
+        open_weights(file.fileno())
+
+
+def test_one_part_of_a_split_model_is_no_model(model: Path) -> None:
+    part = gf.split(model, 8)[0]
+    with pytest.raises(GGUFError, match="a part of a split model: give the path"):
+        open_weights(part.read_bytes())
 
 
 @pytest.mark.parametrize("kind", ["split", "index"])
@@ -352,15 +454,12 @@ def test_an_unreadable_file(path: Path, open_folder: Path, run_python: Run) -> N
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("name", "error"),
-    [("empty", GGUFError), ("empty.gguf", GGUFError), ("empty.safetensors", SafetensorsError)],
-)
-def test_empty_file(tmp_path: Path, name: str, error: type[FormatError]) -> None:
-    (tmp_path / name).touch()
-    with pytest.raises(error, match="the file ends inside its header") as caught:
-        open_weights(tmp_path / name)
-    assert caught.value.path == str(tmp_path / name)
+def test_empty_files(tmp_path: Path) -> None:
+    for name in ("empty", "empty.gguf", "empty.safetensors"):
+        (tmp_path / name).touch()
+        kind = SafetensorsError if name.endswith("s") else GGUFError
+        with pytest.raises(kind, match=f"{name}: the file ends inside its header"):
+            open_weights(tmp_path / name)
 
 
 @pytest.mark.parametrize("load", ["map", "copy"])

@@ -17,6 +17,7 @@ SMALL = gf.with_data(
     gf.kv("words", gf.ARRAY, gf.array(gf.STRING, 2, gf.string("a"), gf.string("b"))),
     gf.tensor("t", (4, 2), gf.F32, 0),
     gf.tensor("u", (32,), gf.Q8_0, 32),
+    nbytes=96,
 )[0]
 VALID = [gf.everything(), SMALL]
 # Counts, lengths and offsets that overflow, wrap or turn negative.

@@ -14,9 +14,9 @@ from conftest import Run
 from support.files import gguf_files as gf
 from support.files import safetensors_files as sf
 from support.files.mutations import file_of
-from support.files.weight_bytes import LOADS, path
+from support.files.weight_bytes import LOADS, mapped_bytes, path
 from support.project import tiers
-from unimem._core.status import counters, ledger
+from unimem._core.status import counters
 from unimem.errors import FormatError, GGUFError, SafetensorsError
 from unimem.weights.gguf import GGUFHeader
 from unimem.weights.opened import open_weights
@@ -51,7 +51,7 @@ def test_shrinking_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: F
     assert str(path) in str(caught.value)
 
     class ReadThenTruncate(kind):  # type: ignore[misc]
-        def __init__(self, _: int, file_nbytes: int, name: str) -> None:
+        def __init__(self, _: int, file_nbytes: int, name: str, begin: int = 0) -> None:
             os.truncate(name, file_nbytes - 1)
 
     monkeypatch.setattr(f"unimem.weights.files.{kind.__name__}", ReadThenTruncate)
@@ -121,12 +121,12 @@ LARGE: dict[str, tuple[Format, bytes]] = {
 @pytest.mark.usefixtures("no_collection")
 def test_memory_is_a_small_multiple_of_the_header(form: Format, raw: bytes) -> None:
     gc.collect()  # what other tests left lying
-    before, mapped = counters(), ledger()["other"]["mapped_bytes"]
+    before, mapped = counters(), mapped_bytes()["other"]
     with contextlib.suppress(form.error):
         header_of(form, raw).close()
     allocated = counters()["allocated_bytes"] - before["allocated_bytes"]
     assert allocated <= (10 if form is GGUF else 16) * len(raw) + 4096
-    assert ledger()["other"]["mapped_bytes"] == mapped
+    assert mapped_bytes()["other"] == mapped
 
 
 NAMES = [f"{'x' * 400}{i:06}" for i in range(20_000)]

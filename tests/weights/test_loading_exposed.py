@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +80,8 @@ def test_auto(
     path = write_hole(tmp_path / "model.gguf", LARGE)
     with open_model(path) as model:
         choice = loading.choose(model, "auto", None, placement, facts, pressures)
-        assert choice.mode == load
-        with pytest.raises(ValueError, match=reason):
-            raise ValueError(choice.reason)
-        assert choice.warning == ""
+        assert (choice.mode, choice.warning) == (load, "")
+        assert re.search(reason, choice.reason), choice.reason
         assert loading.choose(model, "map", None, placement, facts, pressures).mode == "map"
 
 

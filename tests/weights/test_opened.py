@@ -37,8 +37,10 @@ def test_figures(weights: Weights, path: Path) -> None:
 
 
 def test_mapping_is_in_the_ledger(path: Path) -> None:
-    before = ledger()["weights"]
+    gc.collect()
+    before, fds = ledger()["weights"], n_descriptors()
     with open_weights(path):
+        assert n_descriptors() == fds
         during = ledger()["weights"]
         assert during["n_mappings"] == before["n_mappings"] + 1
         assert during["mapped_bytes"] >= before["mapped_bytes"] + path.stat().st_size
@@ -63,7 +65,6 @@ def test_close_is_refused_under_live_views(path: Path, load: Any) -> None:
     del array
     with pytest.raises(BufferError, match="live users"):
         w.close()
-    assert not w.closed
     assert w.tensors["one"].as_array().size == 68  # nothing was closed
     del part
     w.close()
@@ -122,13 +123,6 @@ def test_collected_while_open_warns_and_gives_the_memory_back(path: Path) -> Non
     with pytest.warns(ResourceWarning, match="unclosed"):
         del w  # at once: there is no cycle that would wait for the collector
     assert n_mappings() == before
-
-
-def test_no_file_stays_open(path: Path) -> None:
-    gc.collect()
-    before = n_descriptors()
-    with open_weights(path):
-        assert n_descriptors() == before
 
 
 def test_weights_do_not_pickle(weights: Weights) -> None:

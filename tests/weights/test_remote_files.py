@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 from collections.abc import Iterator
-from itertools import chain, repeat
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import numpy as np
 import pytest
 
 import unimem as um
-from support.files import safetensors_files as st
+from support.models.make import write_model
 from support.servers.model_server import serving
 from support.servers.object_server import ObjectServer, serving_objects
-from unimem.engine import embedded_model
+from unimem.engine import Decoder, embedded_model
+from unimem.engine.stored_prefixes import model_name
 from unimem.remote import transfers
 from unimem.system import limits
 
@@ -62,21 +64,6 @@ def test_a_url_onto_a_tape(store: ObjectServer) -> None:
         assert tape.used_bytes == used, "nothing stays taken"
 
 
-def test_all_files_of_an_index(store: ObjectServer, tmp_path: Path) -> None:
-    names = {"a": "first.safetensors", "b": "second.safetensors"}
-    for tensor, name in names.items():
-        (tmp_path / name).write_bytes(st.write({tensor: ("F32", (64, 64))}))
-        store.add(f"/bucket/m/{name}", (tmp_path / name).read_bytes())
-    index = b'{"weight_map": {"a": "first.safetensors", "b": "second.safetensors"}}'
-    (tmp_path / "m.index.json").write_bytes(index)
-    store.add("/bucket/m/m.index.json", index)
-    with (
-        um.open_weights(tmp_path / "m.index.json") as files,
-        um.open_weights("s3://bucket/m/m.index.json") as weights,
-    ):
-        assert bytes_of(weights) == bytes_of(files)
-
-
 def test_a_web_server(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("aiohttp", reason="aiohttp reads URLs: pip install '.[remote]'")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
@@ -90,8 +77,6 @@ def test_a_web_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_hugging_face_is_checked_by_its_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("huggingface_hub", reason="for hf://: pip install '.[remote]'")
-    import hashlib
-
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("HF_TOKEN", "")
     with serving() as hub, serving() as cdn:
@@ -103,15 +88,6 @@ def test_hugging_face_is_checked_by_its_hash(monkeypatch: pytest.MonkeyPatch) ->
         hub.headers["X-Linked-ETag"] = "0" * 64
         with pytest.raises(OSError, match="not those of the hash"):
             um.open_weights("hf://me/stories/tiny.gguf")
-
-
-def test_damage_and_cuts_are_healed(store: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "PIECE_BYTES", 100_000)
-    # The first answer has the header; the ETag detects the wrong bytes.
-    faults = chain(["503", "", "short", "wrong bytes", "reset", "503"], repeat(""))
-    store.choose_fault = lambda *_: next(faults)
-    with um.open_weights(TINY) as file, um.open_weights(URL) as weights:
-        assert bytes_of(weights) == bytes_of(file)
 
 
 @pytest.mark.parametrize("is_format", [False, True])
@@ -154,15 +130,12 @@ def test_refusals(store: ObjectServer) -> None:
 
 
 def test_an_engine_of_a_url(store: ObjectServer) -> None:
-    engine = pytest.importorskip("unimem.engine", reason="the engine needs the extra 'run'")
-    from unimem.engine.stored_prefixes import model_name
-
     found = []
     for path in (str(TINY), URL):
-        with um.open_weights(path) as weights, engine.Decoder(weights, ctx=32, threads=1) as dec:
+        with um.open_weights(path) as weights, Decoder(weights, ctx=32, threads=1) as dec:
             found.append(("".join(dec.generate("Once upon", 8)), model_name(weights)))
     assert found[0] == found[1]
-    with engine.Decoder(URL, ctx=32, threads=1) as dec:
+    with Decoder(URL, ctx=32, threads=1) as dec:
         assert "".join(dec.generate("Once upon", 8)) == found[0][0]
     with um.Layout.for_model(URL, ctx=32) as layout:
         assert isinstance(layout.weights, um.Weights)
@@ -174,30 +147,27 @@ def test_an_engine_of_a_url(store: ObjectServer) -> None:
 def test_an_engine_repacks_weights_of_a_url(
     store: ObjectServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, by_layout: bool
 ) -> None:
-    engine = pytest.importorskip("unimem.engine", reason="the engine needs the extra 'run'")
-    from support.models.make import write_model
-
     monkeypatch.setenv("UNIMEM_CACHE", str(tmp_path))
     model = write_model(tmp_path / "q4.gguf", kind="q4_0")
     store.add(PATH, model.read_bytes())
-    with engine.Decoder(model, ctx=32, threads=1, load="repack") as dec:
+    options: Any = {"ctx": 32, "threads": 1, "load": "repack"}
+    with Decoder(model, **options) as dec:
         if dec._memory.load != "repack":
             pytest.skip("this CPU repacks nothing")
         logits = dec.prefill([1, 2, 3]).copy()
     kept = sorted(tmp_path.rglob("*"))
-    planned = um.plan(URL, ctx=32, threads=1, load="repack")
-    if by_layout:
-        with (
-            um.Layout.for_model(URL, ctx=32, threads=1, load="repack") as layout,
-            engine.Decoder(layout.weights, ctx=32, threads=1, layout=layout) as dec,
-        ):
+    planned = um.plan(URL, **options)
+    with ExitStack() as undo:
+        source: Any = URL
+        if by_layout:
+            layout = undo.enter_context(um.Layout.for_model(URL, **options))
             assert layout.plan is not None
-            assert (dec._memory.load, layout.plan.load) == ("repack", "repack")
-            assert np.array_equal(dec.prefill([1, 2, 3]), logits)
-    else:
-        with engine.Decoder(URL, ctx=32, threads=1, load="repack") as dec:
-            assert dec._memory.load == "repack"
-            assert np.array_equal(dec.prefill([1, 2, 3]), logits)
+            assert layout.plan.load == "repack"
+            source, options = layout.weights, {"ctx": 32, "threads": 1, "layout": layout}
+        dec = undo.enter_context(Decoder(source, **options))
+        assert dec._memory.load == "repack"
+        assert np.array_equal(dec.prefill([1, 2, 3]), logits)
+        if not by_layout:
             assert rows_of(planned) == rows_of(dec.report()), "planned as it is taken"
     assert sorted(tmp_path.rglob("*")) == kept, "nothing lies on a disk"
 
@@ -210,29 +180,29 @@ def rows_of(report: Any) -> dict[str, int]:
 def test_an_engine_of_a_url_that_does_not_fit_reads_no_data(
     store: ObjectServer, monkeypatch: pytest.MonkeyPatch, load: Any
 ) -> None:
-    engine = pytest.importorskip("unimem.engine", reason="the engine needs the extra 'run'")
     limit = limits.Limit("memory of the machine", 1 << 20, 0, "a larger one")
     monkeypatch.setattr(limits, "memory_limits", lambda: (limit,))
     monkeypatch.setattr(limits, "available_bytes", lambda: 1 << 20)
     with pytest.raises(um.CapacityError):
-        engine.Decoder(URL, ctx=32, load=load)
+        Decoder(URL, ctx=32, load=load)
     assert {asked for _, _, asked in store.asked} == {"0-262143"}
 
 
-def break_off(store: ObjectServer, after: int) -> None:
+def break_off(store: ObjectServer, tape: um.Tape, **options: Any) -> None:
+    """Load onto a tape while the server fails after the header and six ranges."""
     answered = iter(range(10**6))
-    store.choose_fault = lambda *_: "503" if next(answered) >= after else ""
+    store.choose_fault = lambda *_: "503" if next(answered) >= 7 else ""
+    with pytest.raises(OSError, match="503"):
+        um.open_weights(URL, tape=tape, threads=1, **options)
+    store.choose_fault = lambda *_: ""
 
 
 def test_a_load_onto_a_tape_goes_on(store: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "PIECE_BYTES", 100_000)
     with um.Tape(2 << 20, pages="4k") as tape, um.open_weights(TINY) as file:
-        break_off(store, 7)  # the header, then six ranges
-        with pytest.raises(OSError, match="503"):
-            um.open_weights(URL, tape=tape, threads=1, verify=False)
+        break_off(store, tape, verify=False)
         assert tape.used_bytes == 0, "nothing stays taken"
         had = sorted(set(store.begins()))
-        store.choose_fault = lambda *_: ""
         with um.open_weights(URL, tape=tape, threads=1, verify=False) as weights:
             assert bytes_of(weights) == bytes_of(file)
             rest = store.begins()
@@ -246,34 +216,19 @@ def test_overwritten_pieces_are_read_again(
 ) -> None:
     monkeypatch.setattr(transfers, "PIECE_BYTES", 100_000)
     with um.Tape(2 << 20, pages="4k") as tape, um.open_weights(TINY) as file:
-        break_off(store, 7)
-        with pytest.raises(OSError, match="503"):
-            um.open_weights(URL, tape=tape, threads=1)
+        break_off(store, tape)
         had = store.begins()
         tape.take(250_000, "uint8")[:] = 1
         tape.clear()
-        store.choose_fault = lambda *_: ""
         with um.open_weights(URL, tape=tape, threads=1) as weights:
             assert bytes_of(weights) == bytes_of(file)
         assert len(store.begins()) > 12 - len(set(had)), "some of it came twice"
         tape.clear()
-        break_off(store, 7)
-        with pytest.raises(OSError, match="503"):
-            um.open_weights(URL, tape=tape, threads=1)
+        break_off(store, tape)
         changed = bytearray(TINY.read_bytes())
         changed[-1] ^= 1
         store.add(PATH, bytes(changed))
-        store.choose_fault = lambda *_: ""
         store.asked.clear()
         with um.open_weights(URL, tape=tape, threads=1) as weights:
             assert bytes_of(weights) != bytes_of(file), "another version is another file"
         assert len(store.begins()) == 13
-
-
-def test_an_engine_refuses_before_it_reads(store: ObjectServer) -> None:
-    engine = pytest.importorskip("unimem.engine", reason="the engine needs the extra 'run'")
-    data = TINY.read_bytes().replace(b"llama", b"camel")
-    store.add(PATH, data)
-    with pytest.raises(ValueError, match="architecture 'camel' is not supported"):
-        engine.Decoder(URL, ctx=32)
-    assert {asked for _, _, asked in store.asked} == {"0-262143"}

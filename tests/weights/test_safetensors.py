@@ -111,7 +111,8 @@ def test_files_of_the_torch_writer(tmp_path: Path, reference: Any) -> None:
 
 
 def test_no_tensors(reference: Any) -> None:
-    for text in ("{}", '{"__metadata__":{}}', "{ } \n\t\r ", "{}     "):
+    null = '{"__metadata__": null }'
+    for text in ("{}", '{"__metadata__":{}}', null, "{ } \n\t\r ", "{}     "):
         raw = sf.file(text)
         assert check_same(raw, reference) == 0
         header = header_of(raw)
@@ -317,7 +318,7 @@ ESCAPES, KEY = ["\\x41", "\\u12", "\\u12g4", "\\ ", "\\u+041"], "{'__metadata__'
 each("escape", "a string has an escape that JSON does not know", ESCAPES, KEY)
 HALVES = ["^\\ud800", "^\\udc00\\ud800", "^\\ud800\\u0041", "\\ud83d\\ude00^\\ude00"]
 each("surrogates", "a string has half of a surrogate pair", HALVES, "{'__metadata__':{'?':''}}")
-case("metadata null", NO_METADATA, "{'__metadata__':^null}", row="`__metadata__` is null")
+case("metadata nul", NO_METADATA, "{'__metadata__':^nul}")
 case("metadata array", NO_METADATA, "{'__metadata__':^[]}")
 case("metadata twice", "__metadata__ occurs twice", "{'__metadata__':{},^'__metadata__':{}}")
 VALUES = ["1", "null", "true", "{}", "['a']"]
@@ -408,11 +409,3 @@ def test_all_rows_of_the_manual_are_tested() -> None:
     assert set(re.findall(r"^\| (.*?) \| refused", rows, re.M)) == {
         case.row for case in RULES.values() if case.row is not None
     }
-
-
-def test_weights_say_which_rule_is_broken(tmp_path: Path) -> None:
-    raw, mark = sf.marked("{'t':{'dtype':^'U9'}}")
-    with pytest.raises(SafetensorsError) as caught, opened(tmp_path, raw):
-        pass
-    assert caught.value.offset == mark
-    assert caught.value.path == str(tmp_path / "model.safetensors")

@@ -13,7 +13,7 @@ import pytest
 
 import unimem as um
 from unimem.system.placement import Placement
-from unimem.weights.files import version_of
+from unimem.weights.files import durable_path, version_of
 from unimem.weights.staged import NOTE, SCHEMA, Held, holders, holders_of, proc_folder, read_note
 
 PLACED = Placement("4k", 0, 10, 0, 0, 0, 10)
@@ -86,3 +86,40 @@ def test_this_process_is_a_keeper(tmp_path: Path) -> None:
         assert held in holders()
         assert held.staleness() is None
     assert holders_of(os.getpid()) == before
+
+
+def test_files_are_known_by_device_and_inode(tmp_path: Path) -> None:
+    a, b, link = (tmp_path / name for name in ("a.gguf", "b.gguf", "link.gguf"))
+    a.write_bytes(bytes(10))
+    b.write_bytes(bytes(10))
+    link.symlink_to(a)
+    of_a, of_b = ([(str(path), version_of(path.stat()))] for path in (a, b))
+    held = read(FIELDS | {"source": str(a), "versions": of_a})
+    assert held is not None
+    assert held.has_files([(str(link), of_a[0][1])])
+    assert not held.has_files(of_b)
+    assert not held.has_files([*of_a, *of_b])
+    assert not held.was_replaced_by(of_b)
+    assert held.has_file(str(link))
+    assert not held.has_file(str(b))
+    assert not held.has_file(str(tmp_path / "none"))
+    b.replace(a)
+    assert held.was_replaced_by(of_b)
+    assert not held.has_file(str(a))
+
+
+def test_a_path_through_a_descriptor_is_that_of_its_file(tmp_path: Path) -> None:
+    model, link = tmp_path / "a.gguf", tmp_path / "link.gguf"
+    model.write_bytes(b"x")
+    link.symlink_to(model)
+    with model.open("rb") as file:
+        fd = file.fileno()
+        here = f"/proc/{os.getpid()}/fd/{fd}"
+        paths = [f"/dev/fd/{fd}", f"/proc/self/fd/{fd}", here, f"/proc/thread-self/fd/{fd}"]
+        assert {durable_path(path) for path in paths} == {str(model)}
+        assert durable_path(str(link)) == str(link)
+        model.unlink()  # the file has no name any more
+        for path in paths[:3]:
+            assert durable_path(path) == here
+        (tmp_path / "a.gguf (deleted)").write_bytes(b"another")
+        assert durable_path(paths[0]) == here

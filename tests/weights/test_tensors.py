@@ -18,29 +18,25 @@ __all__ = ["leaves_no_descriptor", "path", "weights"]  # fixtures
 pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_no_descriptor")
 
 
-def test_metadata_is_a_read_only_mapping(weights: Weights) -> None:
+def test_metadata_and_tensors_are_read_only_mappings(weights: Weights) -> None:
     metadata: Any = weights.metadata
+    tensors: Any = weights.tensors
     assert metadata["general.architecture"] == "none"
-    assert metadata.get("missing") is None
-    assert "missing" not in metadata
     assert len(metadata) == len(list(metadata)) == 5 + 2 * len(gf.CODES)
-    with pytest.raises(KeyError, match="missing"):
-        metadata["missing"]
-    with pytest.raises(TypeError):
-        metadata["general.architecture"] = "other"
+    assert list(tensors) == ["scalar", "one", "empty", "four"]
+    assert tensors["one"] == tensors["one"]
+    for mapping, text in ((metadata, "metadata"), (tensors, "tensors")):
+        assert mapping.get("missing") is None
+        assert "missing" not in mapping
+        assert text in repr(mapping)
+        with pytest.raises(KeyError, match=f"missing.*{text}"):
+            mapping["missing"]
+        with pytest.raises(TypeError):
+            mapping["one"] = 1
+        with pytest.raises(TypeError):
+            del mapping["one"]
     with pytest.raises(ValueError, match="read-only"):
         metadata[f"array.{gf.UINT32}"][0] = 1
-
-
-def test_tensors_are_a_read_only_mapping(weights: Weights) -> None:
-    tensors: Any = weights.tensors
-    assert list(tensors) == ["scalar", "one", "empty", "four"]
-    assert "missing" not in tensors
-    with pytest.raises(KeyError, match="missing"):
-        tensors["missing"]
-    with pytest.raises(TypeError):
-        del tensors["one"]
-    assert tensors["one"] == tensors["one"]
 
 
 def test_tensor(weights: Weights, path: Path) -> None:
@@ -98,8 +94,7 @@ def test_fingerprint_is_of_header_and_size(path: Path, tmp_path: Path) -> None:
     raw = path.read_bytes()
     with open_weights(path) as w:
         first = w.fingerprint
-    assert len(first) == 32
-    assert fingerprint(raw) == first
+    assert (len(first), fingerprint(raw)) == (32, first)
     assert fingerprint(raw[:-1] + b"\xff") == first  # data is not read
     assert fingerprint(raw + b"\0") != first
     assert fingerprint(raw.replace(b"strings", b"Strings")) != first

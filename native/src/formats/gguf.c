@@ -22,7 +22,7 @@ enum {
     NAME_NBYTES_MAX = 65535,
     ARRAY_DEPTH_MAX = 16,
     ALIGNMENT_DEFAULT = 32,
-    ALIGNMENT_MIN = 8, /* so that a mapped tensor is aligned for every element type */
+    ALIGNMENT_UNIT = 8, /* so that a mapped tensor is aligned for every element type */
     /* Headers with a vocabulary are nearly all shorter. Further requests double the size. */
     SECOND_PIECE_NBYTES = 16 << 20,
     /* The least bytes of an entry of each kind. They bound how many entries there can be. */
@@ -38,7 +38,7 @@ static const char array_too_long[] = "an array is longer than the rest of the fi
 
 /* ---- tensor types ---- */
 
-/* Names, values and bytes of a block as ggml 0.15 has them (ggml.h, ggml-common.h). */
+/* Names, values and bytes of a block as ggml 0.26 has them (ggml.h, ggml-common.h). */
 static const um_gguf_tensor_type tensor_types[] = {
     [0] = {"f32", 1, 4},         [1] = {"f16", 1, 2},         [2] = {"q4_0", 32, 18},
     [3] = {"q4_1", 32, 20},      [6] = {"q5_0", 32, 22},      [7] = {"q5_1", 32, 24},
@@ -51,7 +51,7 @@ static const um_gguf_tensor_type tensor_types[] = {
     [26] = {"i32", 1, 4},        [27] = {"i64", 1, 8},        [28] = {"f64", 1, 8},
     [29] = {"iq1_m", 256, 56},   [30] = {"bf16", 1, 2},       [34] = {"tq1_0", 256, 54},
     [35] = {"tq2_0", 256, 66},   [39] = {"mxfp4", 32, 17},    [40] = {"nvfp4", 64, 36},
-    [41] = {"q1_0", 128, 18},
+    [41] = {"q1_0", 128, 18},    [42] = {"q2_0", 64, 18},
 };
 static const uint32_t n_tensor_types = sizeof(tensor_types) / sizeof(tensor_types[0]);
 
@@ -141,18 +141,20 @@ static um_status read_string(reader *r, uint64_t most, const char *too_long, uin
 /* ---- names ---- */
 
 typedef struct name_rules {
-    const char *too_long, *not_utf8, *twice;
+    const char *empty, *too_long, *not_utf8, *twice; /* empty: NULL where a name may be */
 } name_rules;
 
-static const name_rules key_rules = {"a key is longer than 65535 bytes", "a key is not valid UTF-8",
-                                     "a key occurs twice"};
-static const name_rules tensor_name_rules = {"a tensor's name is longer than 65535 bytes",
+static const name_rules key_rules = {"a key is empty", "a key is longer than 65535 bytes",
+                                     "a key is not valid UTF-8", "a key occurs twice"};
+static const name_rules tensor_name_rules = {NULL, "a tensor's name is longer than 65535 bytes",
                                              "a tensor's name is not valid UTF-8",
                                              "a tensor's name occurs twice"};
 
 static um_status read_name(reader *r, const name_rules *rules, uint64_t *out_offset,
                            uint64_t *out_nbytes) {
+    uint64_t field = r->at;
     UM__TRY(read_string(r, NAME_NBYTES_MAX, rules->too_long, out_offset, out_nbytes));
+    UM__BREAKS_IF(*out_nbytes == 0 && rules->empty != NULL, r->err, rules->empty, field);
     UM__BREAKS_IF(um__utf8_nbytes(r->bytes + *out_offset, *out_nbytes) != *out_nbytes, r->err,
                   rules->not_utf8, *out_offset);
     return UM_OK;
@@ -294,8 +296,8 @@ static um_status read_alignment(const reader *r, const um_gguf_kv *kv, uint64_t 
     UM__BREAKS_IF(kv->type != UM_GGUF_UINT32, r->err, "general.alignment is not a UINT32",
                   kv->key_offset + kv->key_nbytes);
     uint32_t alignment = load_u32(r->bytes + kv->value_offset);
-    UM__BREAKS_IF(!um__is_power_of_two(alignment) || alignment < ALIGNMENT_MIN, r->err,
-                  "general.alignment is not a power of two of at least 8", kv->value_offset);
+    UM__BREAKS_IF(alignment == 0 || alignment % ALIGNMENT_UNIT != 0, r->err,
+                  "general.alignment is not 8 or a multiple of it", kv->value_offset);
     *out = alignment;
     return UM_OK;
 }
@@ -344,12 +346,16 @@ static um_status read_dims(reader *r, um_gguf_tensor *out) {
     return UM_OK;
 }
 
-static um_status check_type(const reader *r, um_gguf_tensor *t) {
+static bool is_unknown(const um_gguf_tensor *t) {
+    return um_gguf_type_of_tensor(t->type) == NULL;
+}
+
+/* Computes the size of a tensor. If its type is unknown, that is one byte until all are placed. */
+static um_status measure_tensor(const reader *r, um_gguf_tensor *t) {
     const um_gguf_tensor_type *type = um_gguf_type_of_tensor(t->type);
     if (type == NULL) {
-        const char *rule = t->type < n_tensor_types ? "a tensor's type was removed from ggml"
-                                                    : "unknown type of a tensor";
-        return um__fail_format(r->err, rule, ne_field(t, t->n_dims));
+        t->nbytes = t->ne[0] != 0 && t->ne[1] != 0 && t->ne[2] != 0 && t->ne[3] != 0;
+        return UM_OK;
     }
     UM__BREAKS_IF(t->ne[0] % type->block_values != 0, r->err,
                   "a tensor's rows are not whole blocks of its type",
@@ -367,7 +373,7 @@ static um_status read_tensor(reader *r, um_gguf_tensor *out) {
     UM__TRY(read_name(r, &tensor_name_rules, &out->name_offset, &out->name_nbytes));
     UM__TRY(read_dims(r, out));
     UM__TRY(read_number(r, &out->type, sizeof(uint32_t)));
-    UM__TRY(check_type(r, out));
+    UM__TRY(measure_tensor(r, out));
     return read_number(r, &out->offset, sizeof(uint64_t));
 }
 
@@ -391,36 +397,40 @@ static int compare_offsets(const void *a, const void *b) {
     return x < y ? -1 : x > y;
 }
 
-/* Returns the first tensor, in this order, that begins inside another one, or NULL. Empty tensors
- * do not count. */
-static const um_gguf_tensor *find_overlap(const um_gguf_tensor *const *tensors, uint64_t n) {
-    uint64_t end = 0;
-    for (uint64_t i = 0; i < n; i++) {
-        const um_gguf_tensor *t = tensors[i];
+/* Fails for the first tensor, in the order of the data, that begins inside another one. A tensor of
+ * an unknown type gets the bytes up to the next one, or to the end of the file. Empty tensors do
+ * not count. */
+static um_status lay_out(const reader *r, const um_gguf *gguf, um_gguf_tensor *const *tensors) {
+    um_gguf_tensor *before = NULL;
+    uint64_t end = gguf->data_offset;
+    for (uint64_t i = 0; i < gguf->n_tensors; i++) {
+        um_gguf_tensor *t = tensors[i];
         if (t->nbytes == 0) {
             continue;
         }
-        if (t->offset < end) {
-            return t;
+        UM__BREAKS_IF(t->offset < end, r->err, "two tensors overlap", offset_field(t));
+        if (before != NULL && is_unknown(before)) {
+            before->nbytes = t->offset - before->offset;
         }
         end = t->offset + t->nbytes;
+        before = t;
     }
-    return NULL;
+    if (before != NULL && is_unknown(before)) {
+        before->nbytes = r->file_nbytes - before->offset;
+    }
+    return UM_OK;
 }
 
-static um_status check_tensors_apart(const reader *r, const um_gguf *gguf) {
-    if (gguf->n_tensors < 2) {
-        return UM_OK;
-    }
-    const um_gguf_tensor **order = alloc_table(r, gguf->n_tensors, sizeof(*order));
+static um_status lay_out_tensors(const reader *r, const um_gguf *gguf) {
+    um_gguf_tensor **order = alloc_table(r, gguf->n_tensors, sizeof(*order));
     UM__RETURN_IF(order == NULL, UM_E_NOMEM);
     for (uint64_t i = 0; i < gguf->n_tensors; i++) {
         order[i] = &gguf->tensors[i];
     }
     qsort(order, gguf->n_tensors, sizeof(*order), compare_offsets);
-    const um_gguf_tensor *t = find_overlap(order, gguf->n_tensors);
+    um_status status = lay_out(r, gguf, order);
     um__heap_free(order);
-    return t == NULL ? UM_OK : um__fail_format(r->err, "two tensors overlap", offset_field(t));
+    return status;
 }
 
 static um_status read_tensors(reader *r, um_gguf *gguf) {
@@ -434,13 +444,13 @@ static um_status read_tensors(reader *r, um_gguf *gguf) {
     }
     gguf->header_nbytes = r->at;
     /* This cannot overflow: the header is in memory, and the alignment has 32 bits. */
-    gguf->data_offset = (r->at + gguf->alignment - 1) & ~(gguf->alignment - 1);
+    gguf->data_offset = (r->at + gguf->alignment - 1) / gguf->alignment * gguf->alignment;
     UM__TRY(check_names_differ(r, gguf->tensors, sizeof(*gguf->tensors), gguf->n_tensors,
                                tensor_name_rules.twice));
     for (uint64_t i = 0; i < gguf->n_tensors; i++) {
         UM__TRY(place_tensor(r, gguf, &gguf->tensors[i]));
     }
-    return check_tensors_apart(r, gguf);
+    return gguf->n_tensors == 0 ? UM_OK : lay_out_tensors(r, gguf);
 }
 
 /* ---- the whole ---- */

@@ -295,7 +295,13 @@ static um_status check_texts_differ(const reader *r, const void *rows, size_t st
 /* ---- metadata ---- */
 
 static um_status read_metadata(reader *r, um_safetensors *st) {
+    static const char null[] = "null"; /* the format's library reads it as none */
     uint64_t field;
+    if (peek(r) == null[0] && r->end - r->at >= sizeof(null) - 1 &&
+        memcmp(r->bytes + r->at, null, sizeof(null) - 1) == 0) {
+        r->at += sizeof(null) - 1;
+        return UM_OK;
+    }
     UM__TRY(begin(r, '{', "__metadata__ is not an object", &field));
     for (bool more;;) {
         um_safetensors_kv kv;

@@ -22,7 +22,7 @@ from unimem._core.arrays cimport dtype_of, size_of
 from unimem._core.lock cimport hold, let_go
 from unimem._core.mapping cimport (
     ADVICES, MOST_THREADS, PAGES, THP_BYTES, attach_file, category_of, check_unused,
-    collapse_region, discard_range, grow, lock_all, lock_region, map_file, map_request,
+    collapse_region, discard_range, grow, lend_memory, lock_all, lock_region, map_file, map_request,
     memory_bytes, overlay_range, pages_of, placement_of, release_range, repair_region,
     requested_of, require_room, resident_bytes, warm_region,
 )
@@ -298,6 +298,11 @@ cdef class Block:
         cdef um.um_access access = <um.um_access><int>_ACCESS[mode]
         cdef Region region = map_file(fd, start, size, access, entered, file)
         return _new_block(region, string(name, "name", file), category, mode == "r+")
+
+    @staticmethod
+    def _lent(owner: memoryview, name: str) -> Block:
+        """Look at memory of the caller, in whole pages, as at a mapped file."""
+        return _new_block(lend_memory(owner), name, "weights", False, False)
 
     @staticmethod
     def attach(fd_or_path: int | str | PathLike[str], *, writable: bool = False,
@@ -820,7 +825,7 @@ cdef class Block:
     _repr_html_ = block_html
 
 
-cdef Block _new_block(Region region, name, category, bint shared):
+cdef Block _new_block(Region region, name, category, bint shared, bint entered=True):
     """Make a block over an existing mapping; `shared` if other processes see its writes."""
     cdef Block block = Block.__new__(Block)
     region.name = block.name = name
@@ -831,5 +836,6 @@ cdef Block _new_block(Region region, name, category, bint shared):
     block._region = region
     block._requested = region.requested = requested_of(
         region, shared or region.block.sharing != um.UM_SHARING_NONE)
-    region.enter()
+    if entered:
+        region.enter()
     return block

@@ -22,6 +22,8 @@ cdef tuple map_request(str name, object request, um.um_category category, int fd
 # Maps a part of a file.
 cdef Region map_file(int fd, uint64_t start, size_t size, um.um_access access,
                      um.um_category category, str file)
+# A region over the whole pages that a memoryview touches, which it keeps; it is in no list.
+cdef Region lend_memory(object owner)
 # Maps shared memory of another block; `label` is its name in messages.
 cdef Region attach_file(int fd, bint writable, um.um_category category, str label)
 # Moves memory in RAM into huge pages; with `raises`, raises PlacementError if the kernel cannot.

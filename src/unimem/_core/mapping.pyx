@@ -12,6 +12,7 @@ from unimem._core.status import row_name
 from unimem.base.arguments import one_of
 from unimem.system.placement import Placement
 
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.ref cimport PyObject
 from libc.stdint cimport int16_t, uint8_t, uint64_t, uintptr_t
@@ -115,6 +116,24 @@ cdef Region map_file(int fd, uint64_t start, size_t size, um.um_access access,
     if status != um.UM_OK:
         raise_status(status, &err, f"mapping {file}")
     region.file = file
+    return region
+
+
+cdef Region lend_memory(object owner):
+    """Make a region over the whole pages that a memoryview touches; it is in no list."""
+    cdef Py_buffer view
+    cdef Region region = Region.__new__(Region)
+    cdef um.um_block *block = &region.block
+    cdef size_t page = um.um_page_bytes()
+    PyObject_GetBuffer(owner, &view, PyBUF_SIMPLE)
+    cdef uintptr_t first = <uintptr_t>view.buf // page * page
+    cdef size_t end = (<uintptr_t>view.buf + <size_t>view.len + page - 1) // page * page
+    PyBuffer_Release(&view)
+    region.owner = memoryview(owner)  # which keeps the memory, even if the other is released
+    block.base, block.fd, block.step_nbytes = <void *>first, -1, page
+    block.nbytes = block.requested_nbytes = end - first
+    block.reserved_nbytes = block.committed_nbytes = block.nbytes
+    block.access, block.category = um.UM_ACCESS_READ, um.UM_CAT_WEIGHTS
     return region
 
 

@@ -22,6 +22,8 @@ cdef class Region:
     cdef readonly str name
     # The path of the file that it maps, if any.
     cdef str file
+    # The owner of the memory, if that is not mapped here; kept, and nothing is unmapped.
+    cdef object owner
     # The head of a doubly linked list of windows, and its length.
     cdef void *windows
     cdef Py_ssize_t n_windows

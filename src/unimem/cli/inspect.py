@@ -103,7 +103,7 @@ def _show(
         return
     if keys is not None:
         for key, value in _chosen(weights, keys).items():
-            terminal.show(f"{terminal.surface().heading(escape(key))}\n{_whole(value)}\n")
+            terminal.show(f"{terminal.surface().heading(_named(key))}\n{_whole(value)}\n")
         return
     _show_facts(weights, layers, digest)
     _show_types(weights)
@@ -203,17 +203,28 @@ def _show_types(weights: Contents) -> None:
     head = ("type", "tensors", "size", "share")
     lines = table_lines(terminal.surface(), head, rows, bars=[*bars, None])
     terminal.show("\n".join(lines) + "\n")
+    headers = [part.file.header for part in weights._parts]
+    unknown = [header.unknown_types for header in headers if isinstance(header, GGUFHeader)]
+    for name, number in (pair for each in unknown for pair in each.items()):
+        terminal.show(
+            f"{_named(name)}: type {number} is not known here: its size is that of the gap to the "
+            "next tensor\n"
+        )
 
 
 def _show_metadata(weights: Contents) -> None:
     if not weights.metadata:
         return
-    width = min(40, max(len(escape(key)) for key in weights.metadata))
+    width = min(40, max(len(_named(key)) for key in weights.metadata))
     terminal.show("\n" + terminal.surface().heading("metadata") + "\n")
     for key, value in weights.metadata.items():
-        shown = escape(key)
+        shown = _named(key)
         text = _brief(value, max(20, _WIDTH - 2 - max(width, len(shown))))
         terminal.show(f"{shown.ljust(width)}  {text}\n")
+
+
+def _named(key: str) -> str:
+    return escape(key) or "''"
 
 
 def _show_tensors(weights: Contents, look: Residency | None) -> None:
@@ -224,7 +235,7 @@ def _show_tensors(weights: Contents, look: Residency | None) -> None:
     rows = []
     for tensor in weights.tensors.values():
         shape = "x".join(map(str, tensor.shape)) or "scalar"
-        row = [tensor.name, tensor.type, shape, format_bytes(tensor.nbytes)]
+        row = [tensor.name or "''", tensor.type, shape, format_bytes(tensor.nbytes)]
         row.append(str(tensor.offset))
         if look is not None:
             row.append(_percent(look.tensors[tensor.name]))

@@ -14,14 +14,14 @@ import typer
 from unimem.base.text import escape, format_bytes
 from unimem.cli import terminal
 from unimem.cli.options import AsJson, NumaNodes, check_numa, value_option
-from unimem.remote.client import is_url, shown
+from unimem.remote.client import is_url, shown, url_key
 from unimem.staging.backings import sweep
 from unimem.staging.keeper import drop, exclude_others, hold, hold_files
 from unimem.staging.llama_cpp import cpu_features, find_repacked
 from unimem.staging.stage import stage as make_stage
 from unimem.staging.unfinished import find_unfinished
 from unimem.system.placement import Pages, sum_placements
-from unimem.weights.files import ModelFiles, Version
+from unimem.weights.files import Version, durable_path
 from unimem.weights.opened import open_weights
 from unimem.weights.remote_files import open_files
 from unimem.weights.staged import Held, holders
@@ -144,10 +144,12 @@ def stage_for(model: str) -> str:
     _fill_standard_streams()
     sweep()
     asked: dict[str, Any] = {"pages": "auto", "numa": None, "lock": False, "backing": "auto"}
-    source = os.path.abspath(model)
+    source = durable_path(model)
+    with open_files(model) as opened:
+        versions = opened.versions()
     with ExitStack() as stack:
         stack.enter_context(_alone(source))
-        held = _reuse(source, asked) or stack.enter_context(_read_in(model, asked))
+        held = _reuse(source, asked, versions) or stack.enter_context(_read_in(model, asked))
         _tell(f"{source} is staged as {held.path}, until: unimem stage --drop {held.path}")
     return held.path
 
@@ -156,10 +158,10 @@ def _stage(model: str, asked: dict[str, Any], *, as_json: bool, verify: bool) ->
     source = _source(model)
     with open_files(model) as opened:
         repacked = find_repacked(opened, cpu_features())
-        versions = _versions(opened)
+        versions = opened.versions()
     with ExitStack() as stack:
         stack.enter_context(_alone(source))
-        found = _reuse(source, asked, versions if is_url(model) else None)
+        found = _reuse(source, asked, versions, url_key(model))
         if found is not None:
             held = found
         elif asked["backing"] == "page-cache":
@@ -194,44 +196,39 @@ def _alone(source: str) -> AbstractContextManager[None]:
 
 def _source(model: str) -> str:
     """Return the identity of a model: an absolute path, or a URL without secret parts."""
-    return shown(model) if is_url(model) else os.path.abspath(model)
-
-
-def _versions(opened: ModelFiles) -> tuple[tuple[str, Version], ...]:
-    found = [(file.path, file.version) for file in opened.files]
-    if opened.index is not None:
-        found.append((opened.index, opened.version_of(opened.index)))
-    return tuple(found)
+    return shown(model) if is_url(model) else durable_path(model)
 
 
 def _reuse(
-    source: str, asked: dict[str, Any], versions: tuple[tuple[str, Version], ...] | None = None
+    source: str,
+    asked: dict[str, Any],
+    versions: list[tuple[str, Version]],
+    key: str = "",
 ) -> Held | None:
-    """Find the same model, staged in the same way; outdated copies are dropped.
+    """Find the same files, staged in the same way; outdated copies are dropped.
 
-    `versions` are the server's present versions of a model there. Without an ETag, nothing is
-    known.
+    `versions` are the present ones; `key` is the `url_key` of a URL.
     """
-    ours = [
-        held
-        for held in holders()
-        if held.source == source and held.kept_by == "command" and not held.is_unfinished
-    ]
-    of_model = [(held, held.staleness() or _change(held, versions)) for held in ours]
-    if any(why is not None for _, why in of_model) and versions is None:
-        # It may be the only copy: it stays if the model cannot be opened.
-        open_files(source).close()
-    for held, why in of_model:
-        if why is not None:
+    found = None
+    for held in holders():
+        if held.kept_by != "command" or held.is_unfinished:
+            continue
+        is_same = held.source == source if is_url(source) else held.has_files(versions)
+        if not is_same and (is_url(source) or not held.was_replaced_by(versions)):
+            continue
+        why = held.staleness() or _change(held, versions)
+        if why is None and is_same and held.asked == asked:
+            found = found or held
+        elif why is not None and held.key == key:
             _tell(f"{why}: its staged copy is dropped")
             drop(held)
-    return next((held for held, why in of_model if why is None and held.asked == asked), None)
+    return found
 
 
-def _change(held: Held, versions: tuple[tuple[str, Version], ...] | None) -> str | None:
-    if versions is None:
+def _change(held: Held, versions: list[tuple[str, Version]]) -> str | None:
+    if not is_url(held.source):
         return None
-    if held.versions != versions:
+    if held.versions != tuple(versions):
         return f"{held.source} was replaced on its server"
     if not all(version[-1] for _, version in versions):
         return f"the server does not tell whether {held.source} was replaced"
@@ -299,7 +296,7 @@ def _drop(what: str, *, dry_run: bool, ask: bool, as_json: bool) -> None:
     found = [
         held
         for held in holders()
-        if what == "all" or what in (held.path, *held.paths) or held.source == source
+        if what in ("all", held.path, *held.paths) or held.source == source or held.has_file(what)
     ]
     if not found and what != "all":
         raise ValueError(f"{what}: nothing is staged under this name: unimem stage --list")

@@ -8,6 +8,7 @@ request is one try: `unimem.remote.transfers` repeats them.
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import re
 from abc import ABC, abstractmethod
@@ -23,7 +24,7 @@ from unimem.errors import ClosedError
 from unimem.remote.hashes import find_digest, request_digest
 from unimem.remote.url_errors import in_own_words
 
-__all__ = ["Answer", "Data", "Server", "is_url", "open_server", "shown"]
+__all__ = ["Answer", "Data", "Server", "is_url", "open_server", "shown", "url_key"]
 
 Data: TypeAlias = bytes | bytearray | memoryview
 
@@ -58,6 +59,11 @@ def shown(path: str) -> str:
     scheme, _, rest = path.partition("://")
     host, slash, name = rest.partition("?")[0].partition("#")[0].partition("/")
     return f"{scheme}://{host.rpartition('@')[2]}{slash}{name}"
+
+
+def url_key(path: str) -> str:
+    """Return a hash of a URL that is not shown completely; "" for other URLs and paths."""
+    return "" if shown(path) == path else hashlib.sha256(path.encode()).hexdigest()
 
 
 class Answer(ABC):

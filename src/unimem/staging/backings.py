@@ -11,7 +11,7 @@ import fcntl
 import os
 import sys
 from contextlib import suppress
-from typing import Literal
+from typing import Any, Literal
 
 from unimem._core import tmpfs
 from unimem._core.library import get_library
@@ -123,24 +123,11 @@ class _Namespace:
         import subprocess
 
         ours, its = socket.socketpair()
-        command = [
-            sys.executable,
-            "-I",
-            "-S",
-            _CHILD,
-            get_library(),
-            str(nbytes),
-            str(int(huge)),
-            str(its.fileno()),
-        ]
+        command = [sys.executable, "-I", "-S", _CHILD, get_library()]
+        command += map(str, (nbytes, int(huge), its.fileno()))
+        pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         try:
-            self._process = subprocess.Popen(
-                command,
-                pass_fds=[its.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
+            self._process = subprocess.Popen(command, pass_fds=[its.fileno()], **pipes)
         except OSError as error:
             ours.close()
             raise PlacementError(error.errno, f"{sys.executable}: {error.strerror}") from None

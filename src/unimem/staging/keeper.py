@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, Protocol
 from unimem.base import kernel_files
 from unimem.base.descriptors import Descriptors
 from unimem.errors import PlacementError
-from unimem.remote.client import is_url
 from unimem.staging.backings import Folder, Memfd, Place, sweep
 from unimem.system.placement import Lock, Placement
 from unimem.system.process import identity
@@ -52,6 +51,7 @@ class _Staged(Protocol):
     _names: tuple[str, ...]
     _first: str
     _versions: tuple[tuple[str, Version], ...]
+    _key: str
     _note: Memfd
 
     @property
@@ -109,10 +109,8 @@ def _note_of(
         path=place.path(stage._first),
         paths=[place.path(name) for name in stage._names],
         source=source,
-        versions=[
-            (path if is_url(path) else os.path.abspath(path), version)
-            for path, version in stage._versions
-        ],
+        versions=list(stage._versions),
+        key=stage._key,
         asked=asked,
         backing=stage.backing,
         nbytes=stage.nbytes,
@@ -151,6 +149,7 @@ class Arrived(NamedTuple):
 
     names: Sequence[str]  # of its files in their place
     source: str
+    key: str
     versions: Sequence[tuple[str, Version]]
     asked: dict[str, Any]
     backing: str
@@ -169,6 +168,7 @@ def hold_unfinished(place: Place, arrived: Arrived) -> Iterator[Held]:
         path=place.path(arrived.names[0]),
         paths=[place.path(name) for name in arrived.names],
         source=arrived.source,
+        key=arrived.key,
         versions=list(arrived.versions),
         asked=arrived.asked,
         backing=arrived.backing,
@@ -205,9 +205,7 @@ def _started(
                 command + list(map(str, numbers)),
                 pass_fds=[memory.fd, its.fileno(), *fds, *([kept] if kept >= 0 else [])],
                 cwd="/",
-                stdin=DEVNULL,
-                stdout=DEVNULL,
-                stderr=DEVNULL,
+                **dict.fromkeys(("stdin", "stdout", "stderr"), DEVNULL),
             )
         finally:
             its.close()

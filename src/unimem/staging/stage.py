@@ -42,7 +42,7 @@ from unimem.system import limits, policy
 from unimem.system.placement import Lock, Pages, Placement, PlacementOptions, sum_placements
 from unimem.system.process import read_process
 from unimem.weights import loading
-from unimem.weights.files import ModelFiles, Version
+from unimem.weights.files import ModelFiles, Version, durable_path
 from unimem.weights.loading import Progress
 from unimem.weights.node_copies import is_mirrored, without_lone_mirror
 from unimem.weights.opened import Weights, open_weights
@@ -73,6 +73,7 @@ class _Files(NamedTuple):
     first: str  # the name of the file to open
     versions: list[tuple[str, Version]]  # the files that are read
     nbytes: int
+    key: str = ""  # of a model on a server: its `url_key`
 
 
 class Stage(Closing):
@@ -119,6 +120,7 @@ class Stage(Closing):
         self._names = tuple(files.names)
         self._first = files.first
         self._versions = tuple(files.versions)
+        self._key = files.key
         # Mapped, so that reports and the kernel count it as this process's.
         self._blocks = tuple(blocks)
         self._proc = proc_folder()
@@ -447,7 +449,7 @@ class _Staging(ABC):
             reason = reason or ("it was asked for" if is_wish else "the first choice")
             stage = Stage(place, self.files, backing, reason, granted, blocks)
             undo.callback(stage.close)
-            path = self.source if is_url(self.source) else os.path.abspath(self.source)
+            path = self.source if is_url(self.source) else durable_path(self.source)
             show(stage, path, self._asked())
             undo.pop_all()
         return stage
@@ -529,15 +531,15 @@ class _ModelStaging(_Staging):
         nbytes = sum(file.nbytes for file in model.files)
         # A file that is not in the page cache need not go through it.
         self.direct = loading.cached_bytes(model) < loading.MOSTLY * nbytes
-        names = [model.name_of(file.path) for file in model.files]
+        names = [model.name_of(file.absolute_path) for file in model.files]
         self.mapped = list(zip(names, (file.nbytes for file in model.files), strict=True))
-        versions = [(file.path, file.version) for file in model.files]
+        versions = model.versions()
         first = names[0]
         if model.index is not None:
             first = model.name_of(model.index)
             names.append(first)
-            versions.append((model.index, model.version_of(model.index)))
-        self.files = _Files(source, names, first, versions, nbytes)
+        key = model.key if isinstance(model, RemoteFiles) else ""
+        self.files = _Files(source, names, first, versions, nbytes, key)
         self.unfinished: Unfinished | None = None
         if options.resume and isinstance(model, RemoteFiles):
             self.unfinished = Unfinished(model, source, versions)
@@ -628,12 +630,12 @@ class _RepackedStaging(_Staging):
         self.links = [os.path.realpath(file.absolute_path) for file in files]
         self.data_offset = len(pack_image(self.found, self.identity, self.links[0], None))
         nbytes = image_bytes(self.data_offset, self.found.nbytes)
-        first = os.path.basename(files[0].path)
+        first = os.path.basename(files[0].absolute_path)
         if source.endswith(".index.json"):
             self.links.append(os.path.realpath(source))
             first = os.path.basename(source)
         self.mapped = [(IMAGE_NAME, nbytes)]
-        versions = [(file.path, file.identity) for file in files]
+        versions = [(file.absolute_path, file.identity) for file in files]
         self.files = _Files(source, [IMAGE_NAME], first, versions, nbytes)
 
     def _asked(self) -> dict[str, Any]:
@@ -644,7 +646,7 @@ class _RepackedStaging(_Staging):
 
     def _fill_files(self, place: Place, backing: Backing) -> None:
         self._put(place, backing, IMAGE_NAME, self.files.nbytes, self._fill_image)
-        names = [os.path.basename(part.file.path) for part in self.weights._parts]
+        names = [os.path.basename(part.file.absolute_path) for part in self.weights._parts]
         for name, target in zip((*names, self.files.first), self.links, strict=False):
             place.link(name, target)
 

@@ -52,7 +52,7 @@ class Unfinished:
         for held in find_unfinished(self._source):
             if held.versions == self._versions:
                 self._left.append((held, self._open(held)))
-            else:
+            elif held.key == self._model.key:  # otherwise it may be that of another file
                 drop(held)
         return self
 
@@ -113,7 +113,9 @@ class Unfinished:
         with suppress(OSError):  # then nothing is left
             for number, name in enumerate(names):
                 self._give_back_gaps(place, name, [row[1:3] for row in pieces if row[0] == number])
-            arrived = Arrived(names, self._source, self._versions, asked, backing, pieces)
+            arrived = Arrived(
+                names, self._source, self._model.key, self._versions, asked, backing, pieces
+            )
             with hold_unfinished(place, arrived):
                 pass
 

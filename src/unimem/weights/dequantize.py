@@ -81,7 +81,12 @@ def _of_blocks(number: int | None, what: str) -> tuple[int, int, Convert]:
             f"{what}, whose values are packed as no library here reads them: as_array() has the "
             "bytes"
         )
-    _, block_values, block_bytes = tensor_type(number)
+    try:
+        _, block_values, block_bytes = tensor_type(number)
+    except ValueError:
+        raise NotImplementedError(
+            f"{what}, which ggml 0.26 does not have: as_array() has the bytes"
+        ) from None
     reasons = []
     for library in (_by_ggml, _by_gguf_py):
         found = library(number)

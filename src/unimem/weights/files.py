@@ -5,18 +5,19 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import mmap
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeAlias, Union
+from typing import Any, NamedTuple, NoReturn, TypeAlias, Union
 
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem.base.arguments import file_path
+from unimem.base.arguments import file_path, integer
 from unimem.base.closing import Closing
 from unimem.base.descriptors import Descriptors
 from unimem.errors import GGUFError, SafetensorsError
@@ -24,12 +25,15 @@ from unimem.weights.gguf import GGUFHeader
 from unimem.weights.safetensors import SafetensorsHeader
 
 __all__ = [
+    "FileRange",
     "Header",
     "ModelFile",
     "ModelFiles",
+    "Source",
     "Value",
     "add_files",
     "check_version",
+    "durable_path",
     "identity_of",
     "is_name",
     "open_model",
@@ -45,14 +49,46 @@ Value: TypeAlias = Union[  # noqa: UP007 - it refers to itself, which "|" cannot
 
 # As llama.cpp's gguf-split names them.
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+_MOST_DESCRIPTORS = 2**31 - 1
+_MOST_LINKS = 40  # as the kernel has it
 _SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
+_DESCRIPTORS = re.compile(r"/proc/\d+(/task/\d+)?/fd")
 # The longest known have about 20 MB. Parsed JSON may take 25 times its length.
 _INDEX_BYTES_MAX = 32 << 20
 
 Version = tuple[int, ...]
-
-
+#: A path, a descriptor, or a buffer.
+Source: TypeAlias = (
+    str | os.PathLike[str] | int | bytes | bytearray | memoryview | mmap.mmap | NDArray[Any]
+)
 Header: TypeAlias = GGUFHeader | SafetensorsHeader
+
+
+class FileRange(NamedTuple):
+    """The part of a file or a buffer that is a model: by default, all from `offset` on."""
+
+    offset: int = 0
+    nbytes: int | None = None
+
+    def check(self) -> None:
+        """Raise TypeError or ValueError for a wrong argument."""
+        integer(self.offset, "offset", 0)
+        if self.nbytes is not None:
+            integer(self.nbytes, "nbytes", 1)
+
+    def within(self, whole: int, path: str) -> int:
+        """Return the size of the part of a file or a buffer of `whole` bytes."""
+        if self.offset > whole:
+            raise ValueError(
+                f"offset: expected at most {whole}, the size of {path}, got {self.offset}"
+            )
+        most = whole - self.offset
+        if self.nbytes is not None and self.nbytes > most:
+            raise ValueError(
+                f"nbytes: expected at most {most}, the bytes of {path} from byte {self.offset} on, "
+                f"got {self.nbytes}"
+            )
+        return most if self.nbytes is None else self.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +96,26 @@ class ModelFile:
     """One file of a model, as it was when it was opened."""
 
     path: str  # as given, or beside that file
-    absolute_path: str
+    absolute_path: str  # see `durable_path`
     # See `version_of`. For a file on a server: 0, 0, its size, and a hash of its ETag or 0.
     version: Version
     nbytes: int
     header: Header = field(repr=False)
     in_memory: bool  # whether its pages are shared memory or hugetlb, which cannot be dropped
     changed_ns: int = 0  # time of the last change of its inode (ctime)
+    begin: int = 0  # of a file inside another one, whose version and paths these are
+    memory: memoryview | None = None  # the buffer that it is instead of a file
+
+    @property
+    def end(self) -> int:
+        """Where it ends in the file that holds it."""
+        return self.begin + self.nbytes
 
     @property
     def identity(self) -> Version:
-        """The file's `identity_of`."""
-        return (*self.version, self.changed_ns)
+        """The file's `identity_of`, and its place if that is inside another file."""
+        place = (self.begin,) if self.begin else ()
+        return (*self.version, self.changed_ns, *place)
 
 
 class _Descriptors(Descriptors):
@@ -104,16 +148,34 @@ class ModelFiles(Closing):
         self.index: str | None = None
         self.index_text = b""
 
-    def add(self, path: str) -> ModelFile:
-        """Open a file, and read and check its header."""
-        fd, info = _open_regular(path, self.fds)
+    def add(self, path: str, part: FileRange | None = None, fd: int | None = None) -> ModelFile:
+        """Open a file, or a copy of a descriptor, and read and check its header."""
+        part = part or FileRange()
+        fd, info = _open_regular(path, self.fds, fd)
+        nbytes = part.within(info.st_size, path)
         # Without reading ahead: how the data will be loaded is not known yet.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-        header = read_header(fd, info.st_size, path)
+        header = read_header(fd, nbytes, path, part.offset)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NORMAL)
-        where = path, os.path.abspath(path), version_of(info), info.st_size
-        self.files.append(ModelFile(*where, header, _is_in_memory(fd), info.st_ctime_ns))
+        where = path, durable_path(path), version_of(info), nbytes
+        changed = info.st_ctime_ns
+        self.files.append(ModelFile(*where, header, _is_in_memory(fd), changed, part.offset))
         return self.files[-1]
+
+    def add_buffer(self, memory: memoryview, part: FileRange) -> ModelFile:
+        """Check the header in a buffer."""
+        path = f"<{type(memory.obj).__name__} of {memory.nbytes} bytes>"
+        nbytes = part.within(memory.nbytes, path)
+        header = read_header(memory, nbytes, path, part.offset)
+        version = (0, 0, memory.nbytes, 0)
+        self.files.append(
+            ModelFile(path, "", version, nbytes, header, True, 0, part.offset, memory)
+        )
+        return self.files[-1]
+
+    def absolute(self, path: str) -> str:
+        """Return the path of a file for other processes."""
+        return durable_path(path)
 
     def beside(self, path: str, name: str) -> str:
         """Return the path of a file beside another."""
@@ -134,14 +196,16 @@ class ModelFiles(Closing):
         """Return the present version of a file."""
         return version_of(os.stat(path))
 
-    def clear(self) -> None:
-        """Close and forget the files."""
-        self.fds.close()
-        self.files.clear()
+    def versions(self) -> list[tuple[str, Version]]:
+        """Return the absolute path and the version of each file, and of the index."""
+        found = [(file.absolute_path, file.version) for file in self.files]
+        if self.index is not None:
+            found.append((self.absolute(self.index), self.version_of(self.index)))
+        return found
 
     def check_versions(self) -> None:
         """Raise OSError (ESTALE) if a file was replaced or written to since it was opened."""
-        for file, fd in zip(self.files, self.fds, strict=True):
+        for file, fd in zip(self.files, self.fds, strict=False):  # a buffer has no descriptor
             check_version(file, os.fstat(fd))
             check_version(file, os.stat(file.absolute_path))
 
@@ -150,18 +214,49 @@ class ModelFiles(Closing):
         self.fds.close()
 
 
-def open_model(path: str | os.PathLike[str]) -> ModelFiles:
+def open_model(source: Source, part: FileRange | None = None) -> ModelFiles:
     """Open all files of a model, and read and check their headers.
 
-    The path is that of a GGUF file; of any part of a split one (``-00001-of-00003.gguf``), beside
-    the other parts; of a safetensors file; or of the index of several. GGUFError and
-    SafetensorsError say that a file breaks a rule of its format or belongs to another model,
-    OSError that one is missing, unreadable or not a regular file.
+    The source is the path of a GGUF file; of any part of a split one (``-00001-of-00003.gguf``),
+    beside the other parts; of a safetensors file; or of the index of several. With a `part`, it may
+    also be a descriptor or a buffer of one file. GGUFError and SafetensorsError say that a file
+    breaks a rule of its format or belongs to another model, OSError that one is missing, unreadable
+    or not a regular file.
     """
-    name = file_path(path)
     model = ModelFiles()
-    add_files(model, name)
+    if part is None or (part == FileRange() and isinstance(source, (str, os.PathLike))):
+        add_files(model, file_path(source))
+    elif isinstance(source, int) and not isinstance(source, bool):
+        fd = integer(source, "path", 0, _MOST_DESCRIPTORS)
+        _add_one(model, lambda: model.add(f"/proc/self/fd/{fd}", part, fd))
+    elif (memory := _memory_of(source)) is not None:
+        _add_one(model, lambda: model.add_buffer(memory, part))
+    else:
+        name = file_path(source)
+        _add_one(model, lambda: model.add(name, part))
     return model
+
+
+def _memory_of(source: Any) -> memoryview | None:
+    if isinstance(source, (str, os.PathLike)):
+        return None
+    try:
+        return memoryview(source).cast("B")
+    except TypeError:
+        raise TypeError(
+            f"path: expected a path, a descriptor, or a buffer in one piece, got {source!r:.60}"
+        ) from None
+
+
+def _add_one(model: ModelFiles, add: Callable[[], ModelFile]) -> None:
+    """Add the one file of a model; an error closes it."""
+    try:
+        file = add()
+        if isinstance(file.header, GGUFHeader) and _split(file)[0] > 1:
+            raise GGUFError("a part of a split model: give the path of a part", path=file.path)
+    except BaseException:
+        model.close()
+        raise
 
 
 def add_files(model: ModelFiles, path: str) -> None:
@@ -177,6 +272,33 @@ def add_files(model: ModelFiles, path: str) -> None:
     except BaseException:
         model.close()
         raise
+
+
+def durable_path(path: str) -> str:
+    """Return an absolute path that leads to the same file in other processes, and later.
+
+    A path through a descriptor, such as ``/dev/fd/3``, may lead to another file tomorrow: the
+    file's own path replaces it, or if the file has no name, the path below this process's PID.
+    """
+    path = step = os.path.abspath(path)
+    for _ in range(_MOST_LINKS):
+        folder = os.path.realpath(os.path.dirname(step))
+        step = os.path.join(folder, os.path.basename(step))
+        if _DESCRIPTORS.fullmatch(folder):
+            real = os.path.realpath(step)
+            return real if _are_same(step, real) else step
+        try:
+            step = os.path.join(folder, os.readlink(step))
+        except OSError:  # not a link
+            break
+    return path
+
+
+def _are_same(path: str, other: str) -> bool:
+    try:
+        return os.path.samefile(path, other)
+    except OSError:
+        return False
 
 
 def version_of(info: os.stat_result) -> Version:
@@ -196,11 +318,8 @@ def identity_of(info: os.stat_result) -> Version:
 def check_version(file: ModelFile, info: os.stat_result) -> None:
     """Raise OSError (ESTALE) if a file has another version than when it was opened."""
     if version_of(info) != file.version:
-        raise OSError(
-            errno.ESTALE,
-            "The file was replaced or written to after it was opened: open it again",
-            file.path,
-        )
+        text = "The file was replaced or written to after it was opened: open it again"
+        raise OSError(errno.ESTALE, text, file.path)
 
 
 def _is_in_memory(fd: int) -> bool:
@@ -216,6 +335,9 @@ def _is_in_memory(fd: int) -> bool:
 @contextmanager
 def reopen(file: ModelFile, flags: int = 0) -> Iterator[int]:
     """Open a model's file anew for reading, if it was neither replaced nor written to."""
+    if file.memory is not None:
+        text = "A buffer, and no file that could be read again: load='copy' makes a copy"
+        raise OSError(errno.EINVAL, text, file.path)
     with _Descriptors() as fds:
         try:
             fd = fds.open(file.absolute_path, flags)
@@ -226,35 +348,63 @@ def reopen(file: ModelFile, flags: int = 0) -> Iterator[int]:
         yield fd
 
 
-def _open_regular(path: str, fds: _Descriptors) -> tuple[int, os.stat_result]:
+def _open_regular(
+    path: str, fds: _Descriptors, copied: int | None = None
+) -> tuple[int, os.stat_result]:
     try:
-        fd = fds.open(path)
-    except FileNotFoundError as error:
-        if os.path.islink(path):
-            text = f"The symbolic link leads to '{os.readlink(path)}', which does not exist"
-            raise FileNotFoundError(errno.ENOENT, text, path) from None
-        raise error
+        fd = fds.open(path) if copied is None else fds.add(_copy_descriptor, copied, path)
+    except FileNotFoundError:
+        if not os.path.islink(path):
+            raise
+        text = f"The symbolic link leads to '{os.readlink(path)}', which does not exist"
+        raise FileNotFoundError(errno.ENOENT, text, path) from None
     info = os.fstat(fd)
     if stat.S_ISDIR(info.st_mode):
-        raise IsADirectoryError(
-            errno.EISDIR, "A directory: give a model file in it, or its index", path
-        )
+        text = "A directory: give a model file in it, or its index"
+        raise IsADirectoryError(errno.EISDIR, text, path)
     if not stat.S_ISREG(info.st_mode):
         raise OSError(errno.EINVAL, "Expected a regular file", path)
     return fd, info
 
 
-def read_header(fd: int, nbytes: int, path: str) -> Header:
-    """Read and check the header of a file of either format, which has `nbytes` in all."""
+def _copy_descriptor(fd: int, path: str) -> int:
+    try:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY:
+            raise OSError(errno.EBADF, "The descriptor is not open for reading")
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from None
+
+
+def read_header(source: int | memoryview, nbytes: int, path: str, begin: int = 0) -> Header:
+    """Read and check the header of a file of either format, which has `nbytes` in all.
+
+    `source` is a descriptor or a buffer, in which the file begins at byte `begin`.
+    """
     # The first bytes decide: a name may be that of a descriptor, as in /proc/self/fd/3.
     try:
-        head = os.pread(fd, 9, 0)
+        if isinstance(source, int):
+            head = os.pread(source, 9, begin)
+        else:
+            head = bytes(source[begin : begin + 9])
     except OSError as error:
         raise OSError(error.errno, error.strerror, path) from None
     is_safetensors = path.endswith(".safetensors") or head[8:9] == b"{"
     if is_safetensors and head[:4] != b"GGUF":
-        return SafetensorsHeader(fd, nbytes, path)
-    return GGUFHeader(fd, nbytes, path)
+        return SafetensorsHeader(source, nbytes, path, begin)
+    header = GGUFHeader(source, nbytes, path, begin)
+    end = max(begin + header.nbytes, header.data_end)
+    if begin + nbytes - end >= max(header.alignment, _huge_page_bytes(source)):
+        raise GGUFError("the file goes on behind its tensors", end, path)
+    return header
+
+
+def _huge_page_bytes(fd: int | memoryview) -> int:
+    """Return the page size of a file of hugetlb pages, which ends with a whole one; else 0."""
+    if not isinstance(fd, int):
+        return 0
+    nbytes = os.fstatvfs(fd).f_bsize
+    return nbytes if nbytes > mmap.PAGESIZE and _is_in_memory(fd) else 0
 
 
 def _add_parts(model: ModelFiles, first: ModelFile) -> None:
@@ -270,7 +420,8 @@ def _add_parts(model: ModelFiles, first: ModelFile) -> None:
             f"-{number + 1:05}-of-{count:05}.gguf",
             path=first.path,
         )
-    model.clear()
+    model.fds.close()
+    model.files.clear()
     for i in range(count):
         path = os.path.join(folder, f"{match['stem']}-{i + 1:05}-of-{count:05}.gguf")
         try:
@@ -323,15 +474,16 @@ def _add_indexed(model: ModelFiles, path: str) -> None:
     where = _read_index(path, model.index_text)
     for name in sorted(set(where.values())):
         beside = model.beside(path, name)
+        file = None
         try:
             file = model.add(beside)
         except FileNotFoundError:
             text = f"{path} names this file, which is missing"
             raise FileNotFoundError(errno.ENOENT, text, beside) from None
         except GGUFError:
-            _refuse_header(beside)
-        if isinstance(file.header, GGUFHeader):
-            _refuse_header(file.path)
+            pass
+        if file is None or isinstance(file.header, GGUFHeader):
+            raise SafetensorsError("a file of the index is not safetensors", path=beside)
         has = set(file.header.tensor_names())
         wanted = {tensor for tensor, place in where.items() if place == name}
         for tensor in sorted(wanted ^ has)[:1]:
@@ -340,10 +492,6 @@ def _add_indexed(model: ModelFiles, path: str) -> None:
                 f"a file of another model: by {path}, it {side} the tensor {tensor!r}",
                 path=file.path,
             )
-
-
-def _refuse_header(path: str) -> NoReturn:
-    raise SafetensorsError("a file of the index is not safetensors", path=path) from None
 
 
 def _read_index(path: str, text: bytes) -> dict[str, str]:
@@ -360,9 +508,8 @@ def _read_index(path: str, text: bytes) -> dict[str, str]:
     for name in where.values():
         # A name from the internet must not lead to another folder.
         if not isinstance(name, str) or not is_name(name):
-            raise SafetensorsError(
-                f"{name!r} is not the name of a file beside the index", path=path
-            )
+            why = f"{name!r} is not the name of a file beside the index"
+            raise SafetensorsError(why, path=path)
     return where
 
 

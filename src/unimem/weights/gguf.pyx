@@ -32,15 +32,18 @@ cdef list _DTYPES = [None if name is None else np.dtype(name) for name in (
 cdef class GGUFHeader(HeaderBytes):
     """A parsed header, with its own copy of the bytes. Immutable: any number of threads may use it.
 
-    `fd` is open for reading, and may be closed afterwards; `path` is a name for messages. A file
-    that breaks a rule is a GGUFError; one that cannot be read, or is shorter than `file_nbytes`,
-    an OSError.
+    `source` is a descriptor that is open for reading, and may be closed afterwards, or a
+    memoryview of bytes; `path` is a name for messages. The file begins at byte `begin` of it, and
+    the offsets here are those in it. A file that breaks a rule is a GGUFError; one that cannot be
+    read, or is shorter than `file_nbytes`, an OSError.
     """
-    #: def __init__(self, fd: int, file_nbytes: int, path: str) -> None: ...
+    #: def __init__(
+    #:     self, source: int | memoryview, file_nbytes: int, path: str, begin: int = 0
+    #: ) -> None: ...
 
-    def __cinit__(self, int fd, uint64_t file_nbytes, str path):
-        self._file_nbytes = file_nbytes
-        self.read(fd, path, FIRST_READ_NBYTES, GGUFError)
+    def __cinit__(self, source, uint64_t file_nbytes, str path, uint64_t begin=0):
+        self._file_nbytes, self._begin = file_nbytes, begin
+        self.read(source, path, FIRST_READ_NBYTES, GGUFError)
 
     def __dealloc__(self):
         um.um_gguf_free(&self._gguf)
@@ -49,9 +52,9 @@ cdef class GGUFHeader(HeaderBytes):
         return um.um_gguf_parse(&self._gguf, self._bytes, nbytes, self._file_nbytes, err)
 
     @property
-    def version(self) -> int:
-        """The version of the format, 2 or 3."""
-        return self._gguf.version
+    def nbytes(self) -> int:
+        """Bytes up to the end of the tensor table."""
+        return self._gguf.header_nbytes
 
     @property
     def alignment(self) -> int:
@@ -59,26 +62,24 @@ cdef class GGUFHeader(HeaderBytes):
         return self._gguf.alignment
 
     @property
-    def nbytes(self) -> int:
-        """Bytes up to the end of the tensor table."""
-        return self._gguf.header_nbytes
-
-    @property
     def data_offset(self) -> int:
         """The offset of the tensor data in the file."""
-        return self._gguf.data_offset
+        return self._begin + self._gguf.data_offset
 
-    def keys(self) -> dict[str, int]:
-        """Return the keys of the metadata with their indices, in the order of the file."""
-        cdef const um.um_gguf_kv *kv
-        cdef uint64_t i
-        cdef Region _held = self.opened()
-        keys = {}
-        for i in range(self._gguf.n_kv):
-            kv = &self._gguf.kv[i]
-            keys[PyUnicode_DecodeUTF8(<const char *>self._bytes + kv.key_offset,
-                                      <Py_ssize_t>kv.key_nbytes, NULL)] = i
-        return keys
+    @property
+    def unknown_types(self) -> dict[str, int]:
+        """The number of the type of each tensor whose type ggml 0.26 does not have, by name."""
+        types = {name: self._gguf.tensors[<uint64_t>i].type
+                 for name, i in self.tensor_names().items()}
+        return {name: n for name, n in types.items() if um.um_gguf_type_of_tensor(n) == NULL}
+
+    cdef uint64_t n_keys(self):
+        return self._gguf.n_kv
+
+    cdef str key(self, uint64_t i):
+        cdef const um.um_gguf_kv *kv = &self._gguf.kv[i]
+        return PyUnicode_DecodeUTF8(<const char *>self._bytes + kv.key_offset,
+                                    <Py_ssize_t>kv.key_nbytes, NULL)
 
     def value(self, Py_ssize_t index) -> _Value:
         """Decode a value: arrays of numbers or bools are read-only arrays, other arrays lists."""
@@ -153,17 +154,13 @@ cdef class GGUFHeader(HeaderBytes):
             arrays.append(self._array(<um.um_gguf_type>inner_type, at, inner_n))
         return arrays
 
-    def tensor_names(self) -> dict[str, int]:
-        """Return the names of the tensors with their indices, in the order of the file."""
-        cdef const um.um_gguf_tensor *tensor
-        cdef uint64_t i
-        cdef Region _held = self.opened()
-        names = {}
-        for i in range(self._gguf.n_tensors):
-            tensor = &self._gguf.tensors[i]
-            names[PyUnicode_DecodeUTF8(<const char *>self._bytes + tensor.name_offset,
-                                       <Py_ssize_t>tensor.name_nbytes, NULL)] = i
-        return names
+    cdef uint64_t n_tensors(self):
+        return self._gguf.n_tensors
+
+    cdef str name(self, uint64_t i):
+        cdef const um.um_gguf_tensor *tensor = &self._gguf.tensors[i]
+        return PyUnicode_DecodeUTF8(<const char *>self._bytes + tensor.name_offset,
+                                    <Py_ssize_t>tensor.name_nbytes, NULL)
 
     cdef const um.um_gguf_tensor *_tensor(self, Py_ssize_t index) except NULL:
         if not 0 <= index < <Py_ssize_t>self._gguf.n_tensors:
@@ -171,25 +168,29 @@ cdef class GGUFHeader(HeaderBytes):
         return &self._gguf.tensors[index]
 
     def tensor(self, Py_ssize_t index) -> tuple[tuple[int, ...], str, int, int, int]:
-        """Return ne (ggml's order: the contiguous first), type, its number, offset and bytes."""
+        """Return ne (ggml's order: the contiguous first), type, its number, offset and bytes.
+
+        The bytes of an unknown type are those up to the next tensor, or to the end of the file.
+        """
         cdef const um.um_gguf_tensor *tensor = self._tensor(index)
         ne = tuple([tensor.ne[i] for i in range(tensor.n_dims)])
-        name = um.um_gguf_type_of_tensor(tensor.type).name.decode()
-        return ne, name, tensor.type, tensor.offset, tensor.nbytes
-
-    cdef uint64_t n_tensors(self):
-        return self._gguf.n_tensors
+        return ne, type_name(tensor.type), tensor.type, self._begin + tensor.offset, tensor.nbytes
 
     cdef tuple place(self, uint64_t i):
         cdef um.um_gguf_tensor *tensor = &self._gguf.tensors[i]
-        name = um.um_gguf_type_of_tensor(tensor.type).name.decode()
-        return tensor.offset, tensor.nbytes, name
+        return self._begin + tensor.offset, tensor.nbytes, type_name(tensor.type)
+
+
+def type_name(uint32_t number) -> str:
+    """Return ggml's name of a type by its number; ``type_156`` if ggml 0.26 has no such type."""
+    cdef const um.um_gguf_tensor_type *known = um.um_gguf_type_of_tensor(number)
+    return f"type_{number}" if known == NULL else known.name.decode()
 
 
 def tensor_type(uint32_t number) -> tuple[str, int, int]:
     """Return ggml's name of a type by its number, and the values and bytes of a block.
 
-    ValueError says that ggml 0.15 has no such type.
+    ValueError says that ggml 0.26 has no such type.
     """
     cdef const um.um_gguf_tensor_type *known = um.um_gguf_type_of_tensor(number)
     if known == NULL:

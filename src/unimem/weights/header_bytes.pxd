@@ -7,15 +7,20 @@ cdef class HeaderBytes:
     # truncation of the file would end this process.
     cdef Region _region
     cdef const unsigned char *_bytes
-    cdef um.uint64_t _file_nbytes
+    # The size of the model's file, and where it begins in the file that holds it.
+    cdef um.uint64_t _file_nbytes, _begin
     # Reads first_nbytes, or more if the parser needs them; raises `format` for a broken rule.
-    cdef int read(self, int fd, str path, um.uint64_t first_nbytes, type format) except -1
+    cdef int read(self, source, str path, um.uint64_t first_nbytes, type format) except -1
+    cdef int fetch(self, source, str path, um.uint64_t nbytes) except -1
     # Frees the copy behind the header.
     cdef void give_back_behind(self, size_t end) noexcept
     # The copy, which a reader must hold: a collection may close the header meanwhile.
     cdef Region opened(self)
     # The parser of the format, over the first nbytes.
     cdef um.um_status parse(self, size_t nbytes, um.um_error *err) noexcept nogil
-    # The tensors of the format, and the offset, bytes and type of each.
+    # The keys of the metadata, and the tensors, with the offset, bytes and type of each.
+    cdef um.uint64_t n_keys(self)
+    cdef str key(self, um.uint64_t i)
     cdef um.uint64_t n_tensors(self)
+    cdef str name(self, um.uint64_t i)
     cdef tuple place(self, um.uint64_t i)

@@ -5,8 +5,9 @@ import hashlib
 from unimem.errors import CapacityError, ClosedError, FormatError
 
 cimport cython
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport uint64_t, uintptr_t
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 
 from unimem._core cimport native as um
 from unimem._core.region cimport Region
@@ -19,13 +20,22 @@ cdef class HeaderBytes:
     cdef um.um_status parse(self, size_t nbytes, um.um_error *err) noexcept nogil:
         return um.UM_E_STATE  # only the class of a format has a parser
 
+    cdef uint64_t n_keys(self):
+        return 0
+
+    cdef str key(self, uint64_t i):
+        raise IndexError(i)
+
     cdef uint64_t n_tensors(self):
         return 0
+
+    cdef str name(self, uint64_t i):
+        raise IndexError(i)
 
     cdef tuple place(self, uint64_t i):
         raise IndexError(i)
 
-    cdef int read(self, int fd, str path, uint64_t first_nbytes, type format) except -1:
+    cdef int read(self, source, str path, uint64_t first_nbytes, type format) except -1:
         cdef um.um_error err
         cdef um.um_status status = um.UM_OK
         cdef uint64_t nbytes = min(self._file_nbytes, first_nbytes)
@@ -41,10 +51,7 @@ cdef class HeaderBytes:
                     raise_status(status, &err, path)
                 self._region.enter()
                 self._bytes = <const unsigned char *>self._region.block.base
-                with nogil:
-                    status = um.um_file_read(fd, 0, self._region.block.base, nbytes, &err)
-                if status != um.UM_OK:
-                    raise_file_status(status, &err, "reading the header", path)
+                self.fetch(source, path, nbytes)
             with nogil:
                 status = self.parse(nbytes, &err)
             if status == um.UM_OK:
@@ -55,8 +62,27 @@ cdef class HeaderBytes:
                 try:
                     raise_status(status, &err, path, CapacityError, "bytes", format)
                 except FormatError as error:
-                    raise format(error.rule, error.offset, path) from None
+                    at = None if error.offset is None else self._begin + error.offset
+                    raise format(error.rule, at, path) from None
             nbytes = err.asked
+
+    cdef int fetch(self, source, str path, uint64_t nbytes) except -1:
+        """Copy the first bytes of a file, or of a buffer, into the region."""
+        cdef um.um_error err
+        cdef um.um_status status
+        cdef Py_buffer view
+        cdef int fd
+        if isinstance(source, memoryview):
+            PyObject_GetBuffer(source, &view, PyBUF_SIMPLE)
+            memcpy(self._region.block.base, <char *>view.buf + self._begin, nbytes)
+            PyBuffer_Release(&view)
+            return 0
+        fd = source
+        with nogil:
+            status = um.um_file_read(fd, self._begin, self._region.block.base, nbytes, &err)
+        if status != um.UM_OK:
+            raise_file_status(status, &err, "reading the header", path)
+        return 0
 
     cdef void give_back_behind(self, size_t end) noexcept:
         # Later reads take large steps, and the header may end early in the last. Memory that the
@@ -92,6 +118,21 @@ cdef class HeaderBytes:
         digest = hashlib.blake2b(memoryview(self.opened())[:self.nbytes], digest_size=16)
         digest.update(int(self._file_nbytes).to_bytes(8, "little"))
         return digest.hexdigest()
+
+    def keys(self) -> dict[str, int]:
+        """Return the keys of the metadata with their indices, in the order of the file."""
+        cdef Region _held = self.opened()
+        return {self.key(i): i for i in range(self.n_keys())}
+
+    def tensor_names(self) -> dict[str, int]:
+        """Return the names of the tensors with their indices, in the order of the file."""
+        cdef Region _held = self.opened()
+        return {self.name(i): i for i in range(self.n_tensors())}
+
+    @property
+    def data_end(self) -> int:
+        """The end of the last tensor in the file; 0 without tensors."""
+        return max([sum(self.place(i)[:2]) for i in range(self.n_tensors())], default=0)
 
     def bytes_by_type(self) -> dict[str, int]:
         """Return the total bytes of the tensors of each type, by name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import re
 import traceback
@@ -26,7 +27,7 @@ from unimem.remote.arrivals import Arrivals
 from unimem.system import limits, policy
 from unimem.system.placement import PlacementOptions
 from unimem.system.pressure import Pressure, memory_pressure, why_exposed
-from unimem.weights.files import ModelFile, ModelFiles
+from unimem.weights.files import FileRange, ModelFile, ModelFiles
 from unimem.weights.node_copies import (
     choose_copies,
     copy_from,
@@ -136,11 +137,14 @@ class LoadRequest:
     advice: AccessPattern | None = None
     verify: bool = True
     placement: PlacementOptions = field(default_factory=PlacementOptions)
+    part: FileRange | None = None
     # Why a plan maps a model that would be copied, since its mapped pages may be reclaimed.
     why_mapped: str = ""
 
     def check(self) -> None:
         """Check all options, in the same way for each mode; an error names the option."""
+        if self.part is not None:
+            self.part.check()
         check_load(self.load)
         check_tape(self.tape, self.placement)
         if self.tape is not None and self.load == "map":
@@ -221,8 +225,17 @@ def load_model(model: ModelFiles, request: LoadRequest, undo: ExitStack) -> Load
     asked = request.placement
     request = replace(request, placement=without_lone_mirror(asked, limits))
     if isinstance(model, RemoteFiles):
-        return _read(model, request, _choose_remote(model, request.load), undo)
+        if request.load == "map":
+            raise ValueError(
+                f"load='map' of {model.path}: a file on a server cannot be mapped: load='direct' "
+                "reads it into memory"
+            )
+        return _read(model, request, LoadChoice("direct", "it is read from a server"), undo)
     choice = choose(model, request.load, request.tape, request.placement)
+    if model.files[0].memory is not None and choice.mode == "direct":
+        if request.load == "direct":
+            raise ValueError("load='direct' of a buffer: it is in memory: load='copy' copies it")
+        choice = replace(choice, mode="copy")
     if asked is not request.placement:
         choice = replace(choice, reason=f"{choice.reason}; {ONE_COPY}")
     if choice.exposed and request.why_mapped:
@@ -327,15 +340,6 @@ def _fits_pool(nbytes: int, placement: PlacementOptions, facts: RoomFacts) -> bo
     return policy.decide(request, facts).pages in policy.HUGETLB
 
 
-def _choose_remote(model: RemoteFiles, load: Load) -> LoadChoice:
-    if load == "map":
-        raise ValueError(
-            f"load='map' of {model.path}: a file on a server cannot be mapped: load='direct' reads "
-            "it into memory"
-        )
-    return LoadChoice("direct", "it is read from a server")
-
-
 def _choose_buffered(model: ModelFiles, request: LoadRequest, choice: LoadChoice) -> LoadChoice:
     """Choose a mode for a file system that cannot be read past the page cache."""
     why = f"{_file_system(model.files[0])} has no reads past the page cache (O_DIRECT)"
@@ -372,8 +376,16 @@ def cached_bytes(model: ModelFiles) -> int:
 def _mapped_files(model: ModelFiles) -> Iterator[Block]:
     # Files on a server have no descriptors, and are not in the page cache.
     for file, fd in zip(model.files, model.fds, strict=False):
-        with Block._map_fd(fd, 0, file.nbytes, "r", file.path) as block:
+        with _map_file(file, fd)[0] as block:
             yield block
+
+
+def _map_file(file: ModelFile, fd: int) -> tuple[Block, int]:
+    """Map a file, in whole pages; return the mapping, and the file's offset in it."""
+    page = max(mmap.PAGESIZE, os.fstatvfs(fd).f_bsize if file.begin and file.in_memory else 0)
+    first = file.begin // page * page
+    block = Block._map_fd(fd, first, file.end - first, "r", file.path)
+    return block, file.begin - first
 
 
 def copy_bytes(model: ModelFiles) -> int:
@@ -393,18 +405,28 @@ def _map(
     model: ModelFiles, choice: LoadChoice, undo: ExitStack, advice: AccessPattern | None
 ) -> Loaded:
     lifetime = Lifetime(model.files[0].path)
-    blocks: list[Block] = []
-    for file, fd in zip(model.files, model.fds, strict=True):
+    memory: list[LoadMemory] = []
+    for i, file in enumerate(model.files):
         try:
-            blocks.append(undo.enter_context(Block._map_fd(fd, 0, file.nbytes, "r", file.path)))
+            block, at = _map_file(file, model.fds[i]) if file.memory is None else _lend(file)
         except ValueError:  # the range was inside the file when its header was read
             raise OSError(errno.EIO, "The file has become shorter", file.path) from None
+        undo.enter_context(block)
+        memory.append(LoadMemory(block, file.begin, at, file.nbytes, lifetime))
         if advice is not None:
-            blocks[-1].advise(advice)
+            block.advise(advice)
     model.check_versions()
-    memory = tuple(LoadMemory(block, 0, 0, block.nbytes, lifetime) for block in blocks)
     nbytes = sum(file.nbytes for file in model.files)
-    return Loaded(memory, tuple(blocks), choice, lifetime, nbytes)
+    blocks = tuple(each.block for each in memory)
+    return Loaded(tuple(memory), blocks, choice, lifetime, nbytes)
+
+
+def _lend(file: ModelFile) -> tuple[Block, int]:
+    """Look at the memory of a buffer; return that, and the file's offset in it."""
+    assert file.memory is not None
+    block = Block._lent(file.memory, file.path)
+    start = np.frombuffer(file.memory, np.uint8).ctypes.data
+    return block, start + file.begin - block.address
 
 
 def _check_mapping_placement(model: ModelFiles, placement: PlacementOptions) -> None:
@@ -433,15 +455,10 @@ def _layout_of(model: ModelFiles) -> tuple[list[_Slot], int]:
     end = 0
     for file in model.files:
         first = file.header.data_offset // _ALIGN * _ALIGN
-        nbytes = max(0, _data_end(file) - first)
+        nbytes = max(0, file.header.data_end - first)
         slots.append(_Slot(first, nbytes, end))
         end += -(-nbytes // _ALIGN) * _ALIGN
     return slots, max(end, _ALIGN)
-
-
-def _data_end(file: ModelFile) -> int:
-    rows = (file.header.tensor(i) for i in file.header.tensor_names().values())
-    return max((offset + nbytes for _, _, _, offset, nbytes in rows), default=0)
 
 
 def _read(model: ModelFiles, request: LoadRequest, choice: LoadChoice, undo: ExitStack) -> Loaded:
@@ -451,6 +468,13 @@ def _read(model: ModelFiles, request: LoadRequest, choice: LoadChoice, undo: Exi
     def fill(block: Block, base: int = 0) -> None:
         if isinstance(model, RemoteFiles):
             _fetch(model, request, slots, block, base)
+        elif (memory := model.files[0].memory) is not None:
+            slot = slots[0]
+            with rows_of_block(block, [(base + slot.at, slot.nbytes)]) as rows:
+                end = slot.file_offset + slot.nbytes
+                rows[0][:] = np.frombuffer(memory, np.uint8)[slot.file_offset : end]
+            if request.progress is not None:
+                request.progress(slot.nbytes, slot.nbytes)
         else:
             parts = [
                 (fd, slot.file_offset, block, base + slot.at, slot.nbytes, file.path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, Literal, Self, Unpack
@@ -18,7 +17,7 @@ from unimem.errors import CapacityError, ClosedError, PlacementError
 from unimem.system import limits, policy
 from unimem.system.placement import Lock, Placement, PlacementOptions, sum_placements
 from unimem.weights import residency
-from unimem.weights.files import ModelFile
+from unimem.weights.files import FileRange, ModelFile, Source
 from unimem.weights.large_folios import read_anew
 from unimem.weights.loading import (
     AccessPattern,
@@ -116,7 +115,9 @@ class Weights(Contents):
         n = max(1, len(self._copies))
         sizes = {f"weights:{kind}": n * nbytes for kind, nbytes in self.by_type().items()}
         padding = loaded.mapped_bytes - sum(sizes.values())
-        ledger.enter(self, sizes | {"weights:padding": padding})
+        self._is_lent = loaded.choice.mode == "map" and files[0].memory is not None
+        if not self._is_lent:
+            ledger.enter(self, sizes | {"weights:padding": padding})
 
     def _ledger_is_open(self) -> bool:
         return not self.closed
@@ -242,7 +243,8 @@ class Weights(Contents):
     def verify(self) -> Placement:
         """Ask the kernel for the placement of the model: the sum of `blocks`.
 
-        `WeightsCopy.verify` gives that of one copy of a mirrored model.
+        `WeightsCopy.verify` gives that of one copy of a mirrored model. For a buffer, the kernel
+        tells of the areas that hold it, and `residency` of it alone.
 
         Raises
         ------
@@ -260,11 +262,12 @@ class Weights(Contents):
         Raises
         ------
         ValueError
-            The weights were opened without `numa`, or lie on a tape.
+            The weights were opened without `numa`, or lie on a tape or in a buffer.
         OSError
             The kernel refuses to move pages, as in a container that may not.
         """
         self._opened()
+        self._check_not_lent()
         self._check_not_on_tape("move the tape's: tape.block.repair()")
         return sum_placements([block.repair() for block in self.blocks])
 
@@ -343,14 +346,22 @@ class Weights(Contents):
         CapacityError
             It does not fit into the memory that this process may have.
         ValueError
-            The model lies on a tape, which is locked as a whole; or an unknown lock.
+            An unknown lock; or the model lies on a tape, locked as a whole, or in a buffer.
         OSError
             As for `warm`.
         """
         self._opened()
+        self._check_not_lent()
         self._check_not_on_tape("make the tape with lock=True")
         policy.check_lock(how, "how")
         residency.lock(self, self.blocks, how, mapped=self.load == "map")
+
+    def _check_not_lent(self) -> None:
+        if self._is_lent:
+            raise ValueError(
+                f"Weights '{self.files[0]}' lie in memory of the caller, which is left as it is: "
+                "load='copy' makes a copy"
+            )
 
     def _check_not_on_tape(self, remedy: str) -> None:
         if self._tape is not None:
@@ -370,11 +381,12 @@ class Weights(Contents):
         Raises
         ------
         ValueError
-            The model lies in memory of its own, or is locked.
+            The model lies in memory of its own or of the caller, or is locked.
         OSError
             A file was replaced.
         """
         self._opened()
+        self._check_not_lent()
         if self.load != "map":
             raise ValueError(
                 f"Weights '{self.files[0]}' lie in memory of their own, not in the page cache "
@@ -485,6 +497,8 @@ class Weights(Contents):
         self._loaded = None
         for part in self._parts:
             part.file.header.close()
+            if part.file.memory is not None:
+                part.file.memory.release()
 
     def _check_unused(self) -> None:
         for block in () if self._loaded is None else self._loaded.blocks:
@@ -533,8 +547,10 @@ def _parts_of(
 
 
 def open_weights(
-    path: str | os.PathLike[str],
+    path: Source,
     *,
+    offset: int = 0,
+    nbytes: int | None = None,
     load: Load = "auto",
     progress: Progress | None = None,
     tape: Tape | None = None,
@@ -549,11 +565,17 @@ def open_weights(
 
     Parameters
     ----------
-    path : path-like
+    path : path-like, int or buffer
         A GGUF file (version 2 or 3, little-endian); any part of a split one, with the other parts
         beside it; a safetensors file, or the ``.index.json`` of several. Or the URL of one:
         ``s3://``, ``gs://``, ``az://``, ``hf://``, ``https://`` (see docs/remote.md), which is read
         into memory by ranges, whatever `load` is, except ``"map"``.
+        Or the descriptor of a file, which may be closed afterwards; or the file in memory, anything
+        with the buffer protocol, which is viewed without a copy and kept. Both are one file.
+    offset, nbytes : int, optional
+        For a file inside another one, such as an archive: its first byte and its size, by default
+        all and the rest. Offsets of tensors and of errors count from the first byte of the whole.
+        Views are aligned if `offset` is a multiple of the file's alignment.
     load : {"auto", "map", "copy", "direct"}
         ``"map"`` maps the files: nothing is read now, and their pages are the page cache's.
         ``"copy"`` reads them into a block, through the page cache, in several pinned threads.
@@ -611,14 +633,16 @@ def open_weights(
         with um.open_weights("model.gguf", pages="thp", numa="interleave") as w:
             embedding = w.tensors["token_embd.weight"].as_array()
     """
-    return open_planned(path, LoadRequest(load, progress, tape, threads, advice, verify, placement))
+    part = FileRange(offset, nbytes)
+    request = LoadRequest(load, progress, tape, threads, advice, verify, placement, part)
+    return open_planned(path, request)
 
 
-def open_planned(path: str | os.PathLike[str], request: LoadRequest) -> Weights:
+def open_planned(path: Source, request: LoadRequest) -> Weights:
     """Open a model as `open_weights`, and map it if a plan does: see `LoadRequest.why_mapped`."""
     request.check()
     with ExitStack() as undo:
-        with open_files(path) as model:
+        with open_files(path, part=request.part) as model:
             loaded = load_model(model, request, undo)
             weights = Weights(model.files, loaded, request.tape)
         if weights.load == "map":

@@ -18,7 +18,7 @@ from unimem.base.text import format_bytes
 from unimem.errors import FormatError
 from unimem.remote import transfers
 from unimem.remote.arrivals import Arrivals
-from unimem.remote.client import TOTAL_S, Answer, Server, is_url, open_server
+from unimem.remote.client import TOTAL_S, Answer, Server, is_url, open_server, shown, url_key
 from unimem.remote.transfers import (
     PATIENT_TRIES,
     Progress,
@@ -30,9 +30,11 @@ from unimem.remote.transfers import (
 from unimem.remote.url_errors import in_own_words
 from unimem.weights import files as model_files
 from unimem.weights.files import (
+    FileRange,
     Header,
     ModelFile,
     ModelFiles,
+    Source,
     add_files,
     is_name,
     open_model,
@@ -54,14 +56,18 @@ _PARSED_BYTES = 256 << 20
 _MAGIC_BYTES = 8
 
 
-def open_files(path: str | os.PathLike[str], tries: int = 0) -> ModelFiles:
+def open_files(path: Source, tries: int = 0, part: FileRange | None = None) -> ModelFiles:
     """Open all files of a model, here or on a server: see `open_model` and `open_remote`.
 
     For a URL, `tries` is how often a header is requested; by default `transfers.TRIES`.
     """
-    if is_url(path):
-        return open_remote(path, tries or transfers.TRIES)
-    return open_model(path)
+    if not is_url(path):
+        return open_model(path, part)
+    if part not in (None, FileRange()):
+        raise ValueError(
+            f"offset, nbytes: expected a file, a descriptor or a buffer, got {shown(path)}"
+        )
+    return open_remote(path, tries or transfers.TRIES)
 
 
 def open_remote(url: str, tries: int = 1, server: Server | None = None) -> RemoteFiles:
@@ -103,6 +109,8 @@ class RemoteFiles(ModelFiles):
     ----------
     path : str
         The URL as it is shown.
+    key : str
+        The `url_key` of the URL: with other secret parts, it may lead to another file.
     read_bytes : int
         Bytes read of the files, and of files beside them.
     data_tries, data_threads : int
@@ -114,13 +122,14 @@ class RemoteFiles(ModelFiles):
     def __init__(self, url: str, tries: int = 1, server: Server | None = None) -> None:
         super().__init__()
         self._server, self.path = open_server(url) if server is None else (server, url)
+        self.key = url_key(url)
         self._tries = tries
         self._known: dict[str, ModelFile] = {}
         self._started: dict[str, _Started] = {}
         self._begun_s = monotonic()
         self.read_bytes = 0
 
-    def add(self, path: str) -> ModelFile:
+    def add(self, path: str, *_: object) -> ModelFile:
         """Read and check the header of a file."""
         if path not in self._known:
             self._check_limits(path)
@@ -244,6 +253,10 @@ class RemoteFiles(ModelFiles):
                 f"later, or {_INSTEAD}",
                 path,
             )
+
+    def absolute(self, path: str) -> str:
+        """Return the URL itself."""
+        return path
 
     def beside(self, path: str, name: str) -> str:
         """Return the URL of a file beside another."""

@@ -205,7 +205,12 @@ def warm(
     ranges = _ranges(contents, without)
     total = sum(end - begin for _, begin, end in ranges)
     done, told = 0, 0.0
-    for part, offset, nbytes in _pieces(ranges):
+    pieces = [
+        (part, at, min(_WARM_BYTES, end - at))
+        for part, begin, end in ranges
+        for at in range(begin, end, _WARM_BYTES)
+    ]
+    for part, offset, nbytes in pieces:
         try:
             part.memory.block._warm_range(offset, nbytes, n_threads)
         except OSError as error:
@@ -254,9 +259,9 @@ def evict(contents: Contents) -> int:
                 raise ValueError(
                     f"Weights '{contents.files[0]}' are locked in RAM: lock(False) first"
                 ) from None
-        for fd in fds:
+        for fd, part in zip(fds, contents._parts, strict=True):
             write_back(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            drop(fd, part.file.begin, part.file.end)
         after = measure_residency(contents)
     return sum(
         max(0, was.resident_bytes - now.resident_bytes)
@@ -324,16 +329,8 @@ def _bytes_below(chosen: NDArray[np.bool_], ends: NDArray[np.int64]) -> NDArray[
 
 def _row(row: NDArray[np.int64], nodes: Sequence[int], **whole: Any) -> Residency:
     nbytes, resident, mapped, huge, locked, unknown, *on_nodes = row.tolist()
-    return Residency(
-        nbytes,
-        resident,
-        mapped,
-        huge,
-        locked,
-        unknown,
-        dict(zip(nodes, on_nodes, strict=True)),
-        **whole,
-    )
+    by_node = dict(zip(nodes, on_nodes, strict=True))
+    return Residency(nbytes, resident, mapped, huge, locked, unknown, by_node, **whole)
 
 
 class _TensorResidencies(Mapping[str, Residency]):
@@ -387,16 +384,11 @@ def _ranges(contents: Contents, without: Collection[str]) -> list[tuple[ModelPar
     for part in contents._parts:
         memory = part.memory
         runs = [(memory.block_offset, memory.block_offset + memory.nbytes)]
-        if without:  # the offsets in a mapping are those in the file
-            runs = runs_beside(part, contents, without)
+        if without:  # of a mapping
+            shift = memory.block_offset - memory.file_offset
+            runs = [(a + shift, b + shift) for a, b in runs_beside(part, contents, without)]
         found += [(part, begin, end) for begin, end in runs]
     return found
-
-
-def _pieces(ranges: Iterable[tuple[ModelPart, int, int]]) -> Iterator[tuple[ModelPart, int, int]]:
-    for part, begin, end in ranges:
-        for offset in range(begin, end, _WARM_BYTES):
-            yield part, offset, min(_WARM_BYTES, end - offset)
 
 
 def write_back(fd: int) -> None:
@@ -445,7 +437,7 @@ def runs_beside(
     rest = [tensor for tensor in tensors if tensor.name not in names and tensor.nbytes]
     for tensor in sorted(rest, key=lambda tensor: tensor.offset):
         begin = tensor.offset // _PAGE * _PAGE
-        end = min(-(-(tensor.offset + tensor.nbytes) // _PAGE) * _PAGE, part.file.nbytes)
+        end = min(-(-(tensor.offset + tensor.nbytes) // _PAGE) * _PAGE, part.file.end)
         if found and begin <= found[-1][1]:
             begin, _ = found.pop()
         found.append((begin, end))
@@ -471,8 +463,9 @@ def gaps_in_cache(part: ModelPart, runs: Sequence[tuple[int, int]]) -> list[tupl
     block = part.memory.block
     if block._is_cache_hidden:
         return []
+    shift = part.memory.block_offset - part.memory.file_offset
     gaps = _gaps(part, runs)
-    return [(begin, end) for begin, end in gaps if not block._resident_range(begin, end - begin)]
+    return [run for run in gaps if not block._resident_range(run[0] + shift, run[1] - run[0])]
 
 
 def is_mapped_elsewhere(part: ModelPart, runs: Sequence[tuple[int, int]]) -> bool:
@@ -484,7 +477,9 @@ def is_mapped_elsewhere(part: ModelPart, runs: Sequence[tuple[int, int]]) -> boo
     block = part.memory.block
     if block._is_cache_hidden:
         return True
-    pages = [range(begin // _PAGE, end // _PAGE) for begin, end in _gaps(part, runs)]
+    shift = part.memory.block_offset - part.memory.file_offset
+    gaps = [(begin + shift, end + shift) for begin, end in _gaps(part, runs)]
+    pages = [range(begin // _PAGE, end // _PAGE) for begin, end in gaps]
     step = sum(map(len, pages)) // _SAMPLES + 1
     byte = np.empty(1, np.uint8)
     n_resident = n_shared = 0
@@ -505,8 +500,8 @@ def is_mapped_elsewhere(part: ModelPart, runs: Sequence[tuple[int, int]]) -> boo
 
 
 def _gaps(part: ModelPart, runs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    at = 0
-    for begin, end in (*runs, (part.file.nbytes, part.file.nbytes)):
+    at = part.file.begin
+    for begin, end in (*runs, (part.file.end, part.file.end)):
         if begin > at:
             yield at, begin
         at = end

@@ -25,15 +25,16 @@ cdef list _NAMES = [um.um_safetensors_type_name(<um.um_safetensors_type>i).decod
 cdef class SafetensorsHeader(HeaderBytes):
     """A parsed header, with its own copy of the bytes. Immutable: any number of threads may use it.
 
-    `fd` is open for reading, and may be closed afterwards; `path` is a name for messages. A file
-    that breaks a rule is a SafetensorsError; one that cannot be read, or is shorter than
-    `file_nbytes`, an OSError.
+    The arguments are those of `GGUFHeader`. A file that breaks a rule is a SafetensorsError; one
+    that cannot be read, or is shorter than `file_nbytes`, an OSError.
     """
-    #: def __init__(self, fd: int, file_nbytes: int, path: str) -> None: ...
+    #: def __init__(
+    #:     self, source: int | memoryview, file_nbytes: int, path: str, begin: int = 0
+    #: ) -> None: ...
 
-    def __cinit__(self, int fd, uint64_t file_nbytes, str path):
-        self._file_nbytes = file_nbytes
-        self.read(fd, path, FIRST_READ_NBYTES, SafetensorsError)
+    def __cinit__(self, source, uint64_t file_nbytes, str path, uint64_t begin=0):
+        self._file_nbytes, self._begin = file_nbytes, begin
+        self.read(source, path, FIRST_READ_NBYTES, SafetensorsError)
 
     def __dealloc__(self):
         um.um_safetensors_free(&self._safetensors)
@@ -50,7 +51,7 @@ cdef class SafetensorsHeader(HeaderBytes):
     @property
     def data_offset(self) -> int:
         """The offset of the tensor data in the file."""
-        return self._safetensors.header_nbytes
+        return self._begin + self._safetensors.header_nbytes
 
     cdef bytes _utf8(self, um.um_safetensors_text text):
         # Escapes are rare, and never shorter than the text that they encode.
@@ -65,14 +66,11 @@ cdef class SafetensorsHeader(HeaderBytes):
             return PyUnicode_DecodeUTF8(<const char *>self._bytes + text.offset, text.nbytes, NULL)
         return self._utf8(text).decode()
 
-    def keys(self) -> dict[str, int]:
-        """Return the keys of the metadata with their indices, in the order of the file."""
-        cdef uint64_t i
-        cdef Region _held = self.opened()
-        keys = {}
-        for i in range(self._safetensors.n_kv):
-            keys[self._text(self._safetensors.kv[i].key)] = i
-        return keys
+    cdef uint64_t n_keys(self):
+        return self._safetensors.n_kv
+
+    cdef str key(self, uint64_t i):
+        return self._text(self._safetensors.kv[i].key)
 
     def value(self, Py_ssize_t index) -> str:
         """Return a value of the metadata."""
@@ -89,14 +87,11 @@ cdef class SafetensorsHeader(HeaderBytes):
             raise IndexError(f"metadata {index} of {self._safetensors.n_kv}")
         return &self._safetensors.kv[index]
 
-    def tensor_names(self) -> dict[str, int]:
-        """Return the names of the tensors with their indices, in the order of the header."""
-        cdef uint64_t i
-        cdef Region _held = self.opened()
-        names = {}
-        for i in range(self._safetensors.n_tensors):
-            names[self._text(self._safetensors.tensors[i].name)] = i
-        return names
+    cdef uint64_t n_tensors(self):
+        return self._safetensors.n_tensors
+
+    cdef str name(self, uint64_t i):
+        return self._text(self._safetensors.tensors[i].name)
 
     cdef const um.um_safetensors_tensor *_tensor(self, Py_ssize_t index) except NULL:
         if not 0 <= index < <Py_ssize_t>self._safetensors.n_tensors:
@@ -113,11 +108,8 @@ cdef class SafetensorsHeader(HeaderBytes):
         cdef Py_ssize_t n_dims = tensor.n_dims
         ne = tuple([dims[n_dims - 1 - i] for i in range(n_dims)])
         name = _NAMES[<int>tensor.type]
-        return ne, name, _GGML_TYPES.get(name), tensor.offset, tensor.nbytes
-
-    cdef uint64_t n_tensors(self):
-        return self._safetensors.n_tensors
+        return ne, name, _GGML_TYPES.get(name), self._begin + tensor.offset, tensor.nbytes
 
     cdef tuple place(self, uint64_t i):
         cdef um.um_safetensors_tensor *tensor = &self._safetensors.tensors[i]
-        return tensor.offset, tensor.nbytes, _NAMES[<int>tensor.type]
+        return self._begin + tensor.offset, tensor.nbytes, _NAMES[<int>tensor.type]

@@ -11,7 +11,7 @@ import fcntl
 import itertools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from unimem.remote.client import is_url
 from unimem.system.memfds import CANNOT_LOOK, find_memfds
 from unimem.system.placement import Placement
 from unimem.system.process import identity
-from unimem.weights.files import Version, identity_of
+from unimem.weights.files import Version, identity_of, version_of
 
 __all__ = [
     "Held",
@@ -61,6 +61,8 @@ class Held:
     arrived : tuple of (int, int, int, str)
         For a model on a server that has arrived in part: file, first byte, bytes and hash of each
         piece. `nbytes` counts these pieces, and some of `paths` may not exist.
+    key : str
+        The `url_key` of a model on a server.
     began : int
         Start of the process in ticks since boot, since a later process may have the same number.
     """
@@ -78,6 +80,7 @@ class Held:
     kept_by: Literal["command", "program"] = "command"
     arrived: tuple[tuple[int, int, int, str], ...] = ()
     began: int = 0
+    key: str = ""
 
     def staleness(self) -> str | None:
         """Explain why this cannot replace the model any more; None if it can.
@@ -98,6 +101,18 @@ class Held:
         except OSError as error:
             return f"{error.filename}: {error.strerror}"
         return None
+
+    def has_files(self, versions: Sequence[tuple[str, Version]]) -> bool:
+        """Whether it was made from exactly these files, whatever their paths."""
+        return _files_of(self.versions) == _files_of(versions)
+
+    def has_file(self, path: str) -> bool:
+        """Whether it was made from the file at this path, or from it and others."""
+        return _file_at(path) in _files_of(self.versions)
+
+    def was_replaced_by(self, versions: Sequence[tuple[str, Version]]) -> bool:
+        """Whether one of these files lies where the model was."""
+        return _file_at(self.source) in _files_of(versions)
 
     def _sizes(self) -> Iterator[tuple[str, int]]:
         """Yield each file and its least size."""
@@ -121,8 +136,20 @@ class Held:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that a JSON document shows."""
         shown = asdict(self)
-        del shown["versions"], shown["arrived"], shown["began"]
+        del shown["versions"], shown["arrived"], shown["began"], shown["key"]
         return {"schema": SCHEMA, **shown}
+
+
+def _files_of(versions: Sequence[tuple[str, Version]]) -> set[tuple[int, ...]]:
+    """Return device and inode of each file: its path may lead to another one by now."""
+    return {version[:2] for _, version in versions}
+
+
+def _file_at(path: str) -> tuple[int, ...]:
+    try:
+        return version_of(os.stat(path))[:2]
+    except OSError:
+        return ()
 
 
 def holders() -> list[Held]:

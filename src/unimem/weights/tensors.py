@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from unimem.weights.loading import LoadMemory, unloaded_memory
 
 __all__ = ["Contents", "ModelPart", "Tensor", "headers_of"]
 
+_T = TypeVar("_T")
 # The dtypes that NumPy or ml_dtypes has, by the type's name; other types are blocks of bytes.
 _DTYPES = dict(
     pair.split("=")
@@ -53,11 +55,12 @@ class Tensor:
         In ggml's order: the first dimension is contiguous. Empty for a scalar.
     type : str
         ggml's name, such as ``"f16"``, ``"q8_0"`` or ``"q4_K"``; if ggml has no such type, the name
-        of safetensors in lower case, such as ``"f8_e4m3"``.
+        of safetensors in lower case, such as ``"f8_e4m3"``, or in GGUF the number, as in
+        ``"type_156"``.
     ggml_type : int or None
-        ggml's number of the type, if it has one.
+        The number in a GGUF file, or ggml's number of the type, if it has one.
     nbytes : int
-        Bytes of the data.
+        Bytes of the data; for an unknown type, up to the next tensor or the end of the file.
     offset : int
         Where the data begins in the file.
     file : str
@@ -123,13 +126,16 @@ class Tensor:
         name = _DTYPES.get(self.type)
         if name is not None:
             return as_dtype(name), self.shape
-        n_rows = prod(self.shape[:-1])
-        if self.ggml_type is not None:
-            _, block_values, block_bytes = tensor_type(self.ggml_type)
-            return np.dtype(np.uint8), (*self.shape[:-1], self.ne[0] // block_values * block_bytes)
-        if n_rows == 0 or self.nbytes % n_rows:
+        n_rows, row_bytes = prod(self.shape[:-1]), 0
+        if self.ggml_type is None:  # a packed type of safetensors
+            row_bytes = 0 if n_rows == 0 else self.nbytes // n_rows
+        else:
+            with suppress(ValueError):  # the bytes of an unknown type may end with padding
+                _, block_values, block_bytes = tensor_type(self.ggml_type)
+                row_bytes = self.ne[0] // block_values * block_bytes
+        if row_bytes * n_rows != self.nbytes or (n_rows == 0 and self.ggml_type is None):
             return np.dtype(np.uint8), (self.nbytes,)
-        return np.dtype(np.uint8), (*self.shape[:-1], self.nbytes // n_rows)
+        return np.dtype(np.uint8), (*self.shape[:-1], row_bytes)
 
     def __array__(
         self, dtype: np.dtype[Any] | None = None, copy: bool | None = None
@@ -187,62 +193,59 @@ class Tensor:
         )
 
 
-class _Metadata(Mapping[str, Value]):
-    def __init__(self, header: Header) -> None:
-        self._header = header
-        self._keys = header.keys()
+class _Decoded(Mapping[str, _T]):
+    """A mapping whose values are decoded on each access, from their indices by name."""
 
-    def __getitem__(self, key: str) -> Value:
-        index = self._keys.get(key)
+    def __init__(self, names: dict[str, int], of: str, kind: str) -> None:
+        self._names, self._of, self._kind = names, of, kind
+
+    def _index(self, name: str) -> int:
+        index = self._names.get(name)
         if index is None:
-            raise KeyError(f"{key!r:.100} is none of the metadata's {len(self)} keys")
-        return self._header.value(index)
+            raise KeyError(f"{name!r:.100} is none of the {self._of}'s {len(self)} {self._kind}")
+        return index
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._keys  # Mapping would decode the value
+    def __contains__(self, name: object) -> bool:
+        return name in self._names  # Mapping would decode the value
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._names)
 
     def __repr__(self) -> str:
-        return f"<metadata: {len(self)} keys>"
+        return f"<{len(self)} {self._kind} of the {self._of}>"
 
 
-class _Tensors(Mapping[str, Tensor]):
+class _Metadata(_Decoded[Value]):
+    def __init__(self, header: Header) -> None:
+        super().__init__(header.keys(), "metadata", "keys")
+        self._header = header
+
+    def __getitem__(self, key: str) -> Value:
+        return self._header.value(self._index(key))
+
+
+class _Tensors(_Decoded[Tensor]):
     def __init__(self, parts: tuple[ModelPart, ...]) -> None:
         self._parts = parts
         # Names map to numbers that count through all parts; rows are looked up on demand.
         self._firsts: list[int] = []
-        self._places: dict[str, int] = {}
+        places: dict[str, int] = {}
         for part in parts:
-            first = len(self._places)
+            first = len(places)
             self._firsts.append(first)
             names = part.file.header.tensor_names()
-            self._places |= {name: first + i for name, i in names.items()} if first else names
+            places |= {name: first + i for name, i in names.items()} if first else names
+        super().__init__(places, "model", "tensors")
 
     def __getitem__(self, name: str) -> Tensor:
-        place = self._places.get(name)
-        if place is None:
-            raise KeyError(f"{name!r:.100} is none of the model's {len(self)} tensors")
+        place = self._index(name)
         i = bisect_right(self._firsts, place) - 1
         part = self._parts[i]
         ne, kind, number, offset, nbytes = part.file.header.tensor(place - self._firsts[i])
         return Tensor(name, ne[::-1], ne, kind, number, nbytes, offset, part.file.path, part.memory)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._places
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __repr__(self) -> str:
-        return f"<tensors: {len(self)}>"
 
 
 class Contents:

@@ -76,7 +76,8 @@ def _key_of(contents: Contents) -> str | None:
     digest = hashlib.sha256(contents.fingerprint.encode())
     try:
         for part in contents._parts:
-            if is_url(part.file.path) or not _add_sample(digest, part.file):
+            is_file = part.file.memory is None and not is_url(part.file.path)
+            if not is_file or not _add_sample(digest, part.file):
                 return None
     except OSError:
         return None
@@ -86,12 +87,12 @@ def _key_of(contents: Contents) -> str | None:
 def _add_sample(digest: hashlib._Hash, file: ModelFile) -> bool:
     fd = os.open(file.absolute_path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        if identity_of(os.fstat(fd)) != file.identity:
+        if identity_of(os.fstat(fd)) != (*file.version, file.changed_ns):
             return False
         digest.update(repr(file.identity).encode())
         last = max(file.nbytes - _SAMPLE_BYTES, 0)
         for i in range(_N_SAMPLES):
-            digest.update(os.pread(fd, _SAMPLE_BYTES, last * i // (_N_SAMPLES - 1)))
+            digest.update(os.pread(fd, _SAMPLE_BYTES, file.begin + last * i // (_N_SAMPLES - 1)))
     finally:
         os.close(fd)
     return True
@@ -99,7 +100,7 @@ def _add_sample(digest: hashlib._Hash, file: ModelFile) -> bool:
 
 def _is_settled(contents: Contents) -> bool:
     """Return whether a write from now on would change the times of the files."""
-    newest = max(max(part.file.identity[-2:]) for part in contents._parts)
+    newest = max(max(part.file.version[3], part.file.changed_ns) for part in contents._parts)
     return time.time_ns() - newest > _STEP_NS
 
 

@@ -28,7 +28,7 @@ CODES = dict(
         strict=True,
     )
 )
-F32, F16, Q8_0, I64 = 0, 1, 8, 27
+F32, F16, Q8_0, I8, I64 = 0, 1, 8, 24, 27
 
 
 def u32(value: int) -> bytes:

@@ -15,9 +15,9 @@ import pytest
 
 import unimem as um
 from support.files import gguf_files as gf
+from unimem._core.status import ledger
 
 MIB = 1 << 20
-I8 = 24
 READS: list[Any] = ["copy", "direct"]
 LOADS: list[Any] = ["map", *READS]
 
@@ -31,7 +31,7 @@ def write(path: Path, *nbytes: int) -> Path:
     """A file of tensors of random bytes, each of this many."""
     rows, offset = [], 0
     for i, n in enumerate(nbytes):
-        rows.append(gf.tensor(f"t{i}", (n,), I8, offset))
+        rows.append(gf.tensor(f"t{i}", (n,), gf.I8, offset))
         offset += -(-n // 32) * 32
     raw, _ = gf.join(gf.head(len(nbytes), 0), *rows)
     raw += bytes(-len(raw) % 32)
@@ -41,7 +41,7 @@ def write(path: Path, *nbytes: int) -> Path:
 
 def write_hole(path: Path, nbytes: int) -> Path:
     """A file of one tensor, which takes no room on the disk."""
-    raw, _ = gf.join(gf.head(1, 0), gf.tensor("t", (nbytes,), I8, 0))
+    raw, _ = gf.join(gf.head(1, 0), gf.tensor("t", (nbytes,), gf.I8, 0))
     path.write_bytes(raw)
     os.truncate(path, len(raw) + -len(raw) % 32 + nbytes)
     return path
@@ -67,6 +67,10 @@ def drop_from_cache(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     if cached_bytes(path):
         pytest.skip(f"the file system of {path} keeps files in RAM")
+
+
+def mapped_bytes() -> dict[str, int]:
+    return {name: row["mapped_bytes"] for name, row in ledger().items()}
 
 
 def n_descriptors() -> int:
