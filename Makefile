@@ -22,6 +22,9 @@ C_FILES := $(wildcard native/include/*.h native/src/*/*.[ch] native/exec/*.[ch] 
            $(wildcard examples/c/*.[ch] examples/cpp/*.[ch]pp) \
            $(wildcard src/unimem/cuda/*.cu)
 
+GGML := ggml/CMakeLists.txt ggml/pyproject.toml ggml/source.json ggml/fetch.py \
+        $(wildcard ggml/src/unimem_ggml/*)
+
 WORKERS ?= $(shell nproc)
 # A test that hangs fails after so many seconds, and says where it was.
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --timeout 600
@@ -125,12 +128,14 @@ $(TOOLS)/.done: $(VENV)/.python
 	$(PIP) --target $(TOOLS) --upgrade scikit-build-core "cython==3.3.1" cmake ninja
 	touch $@
 
-# ggml-python is built from source, with tinyBLAS, which makes prefill faster, and never from a
-# cached wheel. What builds asks each package that is installed where its CMake files are: an older
-# unimem, whose modules are not those of these sources, would fail to say.
-$(VENV)/.run: $(TOOLS)/.done $(NATIVE)
-	CMAKE_ARGS="-DGGML_LLAMAFILE=ON" $(WITH_TOOLS) --no-compile --no-cache-dir \
-	    --no-binary ggml-python "$$($(NEEDS) run | grep ggml-python)"
+# ggml is a distribution of its own, built for this CPU. What builds asks each package that is
+# installed where its CMake files are: an older unimem, whose modules are not those of these sources,
+# would fail to say.
+$(VENV)/.ggml: $(TOOLS)/.done $(GGML)
+	$(WITH_TOOLS) --no-compile ./ggml -C build-dir=$(abspath $(BUILD))/ggml
+	touch $@
+
+$(VENV)/.run: $(VENV)/.ggml $(NATIVE)
 	$(NEEDS) run | $(PIP) --no-compile -r /dev/stdin
 	$(BIN)/python -m pip uninstall -qq --yes unimem-llm
 	$(WITH_TOOLS) --no-compile -e .

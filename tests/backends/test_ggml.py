@@ -1,8 +1,9 @@
-"""ggml's sizes, and the memory that it takes from malloc."""
+"""ggml behind its binding: sizes, memory from malloc, and failed checks as errors."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -19,7 +20,7 @@ from unimem.backends import ggml
 
 def test_headers_have_the_planned_sizes() -> None:
     for n in (16, 48, 200, 1000, 3000, 20000):
-        assert ggml.graph_overhead_custom(n, False) <= n * 68 + 4096
+        assert ggml.graph_overhead(n) <= n * 68 + 4096
     assert ggml.tensor_overhead() == 368
 
 
@@ -52,11 +53,12 @@ def test_memory_from_malloc_is_bounded(run_python: Run) -> None:
             return wrapped
 
         taken = [0]
-        for name in ("init", "_threadpool_new", "graph_plan"):
+        for name in ("new_context", "new_threadpool", "plan"):
             setattr(ggml, name, counted(getattr(ggml, name)))
-        kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-        compute = kind(counted(kind(ggml.graph_compute_address)))
-        ggml.graph_compute_address = ctypes.cast(compute, ctypes.c_void_p).value
+        address = ctypes.c_void_p
+        kind = ctypes.CFUNCTYPE(ctypes.c_int, address, address, ctypes.c_int, address, address)
+        compute = kind(counted(kind(ggml.compute_address)))
+        ggml.compute_address = ctypes.cast(compute, ctypes.c_void_p).value
         for n in (1, 2, 16):
             taken[0] = 0
             with Decoder(embedded_model(), ctx=128, threads=n) as decoder:
@@ -68,7 +70,52 @@ def test_memory_from_malloc_is_bounded(run_python: Run) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_type_behind_the_last_one_has_no_conversion() -> None:
-    assert ggml.to_float(ggml.Q8_0) is not None
-    assert ggml.to_float(ggml._N_TYPES) is None  # ggml itself would read past its table
-    assert ggml.to_float(1 << 20) is None
+def test_a_number_behind_the_last_type_is_refused() -> None:
+    assert ggml.has_to_float(ggml.Q8_0)
+    for number in (-1, ggml.N_TYPES, 1 << 20):  # ggml itself would read past its table
+        assert not ggml.has_to_float(number)
+        for ask in (ggml.type_name, ggml.type_size, ggml.block_size, lambda n: ggml.row_size(n, 1)):
+            with pytest.raises(ValueError, match=f"expected a number below .*, got {number}"):
+                ask(number)
+
+
+@pytest.fixture
+def context() -> Iterator[int]:
+    memory = ctypes.create_string_buffer(1 << 15)
+    made = ggml.new_context(-(-ctypes.addressof(memory) // 64) * 64, 1 << 14)
+    yield made
+    ggml.free(made)
+
+
+def test_shapes_that_do_not_fit_raise(context: int) -> None:
+    """Each is an assertion of ggml, which would end the process."""
+    a, b = (ggml.new_tensor(context, ggml.F32, n, 2) for n in (8, 6))
+    ids = ggml.new_tensor(context, ggml.I32, 2)
+    wrong: list[Callable[[], int]] = [
+        lambda: ggml.mul_mat(context, a, b),
+        lambda: ggml.add(context, a, b),
+        lambda: ggml.reshape_2d(context, a, 5, 5),
+        lambda: ggml.get_rows(context, a, b),
+        lambda: ggml.mul_mat_id(context, a, b, ids),
+        lambda: ggml.permute(context, a, 0, 1, 2, 9),
+        lambda: ggml.new_tensor(context, ggml.F32, 1 << 62, 4),
+    ]
+    for make in wrong:
+        with pytest.raises(ggml.GgmlError, match=r"GGML_ASSERT\(.*\) failed"):
+            make()
+    assert ggml.mul_mat(context, a, a)  # it goes on
+
+
+def test_a_full_context_raises_with_what_ggml_logged(context: int) -> None:
+    with pytest.raises(ggml.GgmlError, match="not enough space in the context's memory pool"):
+        for _ in range(100):
+            ggml.new_tensor(context, ggml.F32, 4)
+    assert ggml.take_log() == ""
+
+
+def test_sizes_of_a_header_are_checked(context: int) -> None:
+    for ne in ((), (1, 1, 1, 1, 1), (-1,)):
+        with pytest.raises(ValueError, match="expected 1 to 4 sizes"):
+            ggml.new_tensor(context, ggml.F32, *ne)
+    with pytest.raises(ValueError, match="got 0"):
+        ggml.Tensor.at(0)

@@ -61,11 +61,11 @@ class Products:
         ggml.free(self.context)
 
     def _put(self, tensor: int, values: NDArray[Any] | None = None) -> NDArray[Any]:
-        nbytes = int(ggml.nbytes(tensor))
+        nbytes = ggml.Tensor.at(tensor).nbytes
         block = self.tape.take(nbytes // 4, "float32")
         if values is not None:
             block.view(values.dtype)[:] = values.ravel()
-        ggml.TensorHeader.from_address(tensor).data = block.ctypes.data
+        ggml.Tensor.at(tensor).data = block.ctypes.data
         return block
 
     def of(self, n: int, threads: int) -> NDArray[Any]:
@@ -84,11 +84,12 @@ class Products:
         self._put(values, rng.standard_normal(self.ne[0] * n, dtype=np.float32))
         result = self._put(product)
         result[:] = np.nan
-        graph = ggml.new_graph_custom(context, 8, False)
-        ggml.build_forward_expand(graph, product)
-        plan = ggml.graph_plan(graph, threads, None)
-        plan.work_data = self.tape.take_address(plan.work_size + 64)
-        assert ggml.compute(graph, plan) == 0
+        graph = ggml.new_graph(context, 8)
+        ggml.expand(graph, product)
+        plan = self.tape.take_address(ggml.PLAN_BYTES)
+        work = self.tape.take_address(ggml.plan(plan, graph, threads) + 64)
+        ggml.plan(plan, graph, threads, 0, work)
+        assert ggml.compute(graph, plan, threads) == 0
         return result
 
 
@@ -104,7 +105,7 @@ def test_products_are_those_of_the_file_s_order(
 ) -> None:
     data = quantized(kind, ne)
     with Products(tape, kind, ne) as plain:
-        ggml.TensorHeader.from_address(plain.weight).data = data.ctypes.data
+        ggml.Tensor.at(plain.weight).data = data.ctypes.data
         expected = plain.of(n, threads=1)
     order = ggml_orders.find_order(kind, ne)
     assert order is not None
@@ -155,16 +156,8 @@ def test_unsuitable_tensors_are_refused(tape: um.Tape) -> None:
         with pytest.raises(ValueError, match=f"{name_of(kind)}, shape .*has no order"):
             buffer.adopt(other.weight, at)
         for weight in (fits.weight, other.weight):
-            header = ggml.TensorHeader.from_address(weight)
-            assert (header.buffer, header.data, header.extra) == (None, None, None)
-
-
-def test_a_buffer_that_knows_more_than_an_address_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ggml, "buffer_get_base", lambda _: 1 << 20)
-    monkeypatch.setattr(ggml_orders, "_interface", ggml_orders._interface.__wrapped__)
-    assert ggml_orders.all_types.__wrapped__() == ()
+            header = ggml.Tensor.at(weight)
+            assert (header.buffer, header.data, header.extra) == (0, 0, 0)
 
 
 def test_a_type_that_fails_its_trial_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

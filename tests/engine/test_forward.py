@@ -101,7 +101,7 @@ def test_another_thread_runs_meanwhile(decoder: Decoder) -> None:
     made_of: Any = (graph, graph, history, inputs, decoder.logits, ids)
     forward = ForwardPass(*made_of, threads=ThreadCount(1, adapts=False), turn=decoder._turn)
     forward.tally = decoder._tally
-    forward.graph_compute_address = ctypes.cast(libc.sem_wait, ctypes.c_void_p).value or 0
+    forward.compute_address = ctypes.cast(libc.sem_wait, ctypes.c_void_p).value or 0
     begun = threading.Event()
     calls: list[Callable[[], None]] = [
         lambda: forward.step(3),

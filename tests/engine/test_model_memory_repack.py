@@ -153,7 +153,7 @@ def test_the_plan_bounds_what_ggml_works_in(model: Path) -> None:
     for options in cases:
         with Decoder(model, load="repack", **options) as decoder:
             assert decoder.layout.scratch.used_bytes <= decoder.layout.scratch.total_bytes
-            header = ggml.TensorHeader.from_address(
+            header = ggml.Tensor.at(
                 next(made for made in decoder._made if isinstance(made, Headers)).weights[
                     "blk.0.ffn_up.weight"
                 ]

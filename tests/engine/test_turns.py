@@ -122,8 +122,9 @@ AT_THE_END = """
     from unimem.engine import Decoder, embedded_model, turns
     from unimem.backends import ggml
 
-    kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-    compute, begun = kind(ggml.graph_compute_address), threading.Event()
+    address = ctypes.c_void_p
+    kind = ctypes.CFUNCTYPE(ctypes.c_int, address, address, ctypes.c_int, address, address)
+    compute, begun = kind(ggml.compute_address), threading.Event()
 
     @kind
     def slow(*arguments):
@@ -134,7 +135,7 @@ AT_THE_END = """
         calls.append("done")
         return status
 
-    ggml.graph_compute_address = ctypes.cast(slow, ctypes.c_void_p).value
+    ggml.compute_address = ctypes.cast(slow, ctypes.c_void_p).value
     turns._END_SECONDS = {bound}
     decoder = Decoder(embedded_model(), ctx=256, threads=2)
     work = lambda: list(decoder.generate("Once upon a time", 200))

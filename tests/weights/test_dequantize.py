@@ -25,11 +25,13 @@ from unimem.weights.opened import open_weights
 from unimem.weights.tensors import Tensor
 
 gguf = pytest.importorskip("gguf", reason="gguf (extra test) writes the files")
-ggml = pytest.importorskip("ggml", reason="ggml-python (extra run) is one side of the comparison")
+ggml = pytest.importorskip(
+    "unimem_ggml.binding", reason="ggml (extra run) is one side of the comparison"
+)
 
 Array = NDArray[Any]
 Kind = gguf.GGMLQuantizationType
-KINDS = [kind for kind in Kind if ggml.ggml_get_type_traits(kind).contents.to_float]
+KINDS = [kind for kind in Kind if ggml.has_to_float(int(kind))]
 BY_GGUF_PY = [kind for kind in KINDS if kind in gguf.quants._type_traits]
 # Types of ggml without values: it makes them while it computes.
 WITHOUT_VALUES = [Kind.Q8_1, Kind.Q8_K]
@@ -40,13 +42,8 @@ def by_ggml(data: Array, number: int) -> Array:
     _, block_values, block_bytes = tensor_type(number)
     data = np.ascontiguousarray(data).view(np.uint8)
     out = np.empty(data.nbytes // block_bytes * block_values, np.float32)
-    to_float = ggml.ggml_get_type_traits(number).contents.to_float
-    to_float(data.ctypes.data, floats(out), out.size)
+    ggml.to_float(number, data.ctypes.data, out.ctypes.data, out.size)
     return out
-
-
-def floats(array: Array) -> Any:
-    return ctypes.cast(array.ctypes.data, ctypes.POINTER(ctypes.c_float))
 
 
 # ggml needs seconds to quantize to these. All bytes are valid for them.
@@ -59,9 +56,8 @@ def quantized(kind: Any, n_rows: int, n_values: int) -> NDArray[np.uint8]:
     importance = np.ones(n_values, np.float32)
     _, block_values, block_bytes = tensor_type(kind)
     out = np.empty((n_rows, n_values // block_values * block_bytes), np.uint8)
-    written = ggml.ggml_quantize_chunk(
-        kind, floats(values), out.ctypes.data, 0, n_rows, n_values, floats(importance)
-    )
+    addresses = values.ctypes.data, out.ctypes.data
+    written = ggml.quantize(int(kind), *addresses, n_rows, n_values, importance.ctypes.data)
     assert written == out.nbytes
     return out
 

@@ -106,16 +106,16 @@ def test_tensors_agree(tmp_path: Path, written: Path) -> None:
 
 
 def test_tensor_types_are_those_of_ggml() -> None:
-    ggml = pytest.importorskip("ggml", reason="ggml-python (extra run) has the sizes")
-    for n in range(ggml.GGML_TYPE_COUNT):
-        name, block_values = ggml.ggml_type_name(n).decode(), ggml.ggml_blck_size(n)
+    ggml = pytest.importorskip("unimem_ggml.binding", reason="ggml (extra run) has the sizes")
+    for n in range(ggml.N_TYPES):
+        name, block_values = ggml.type_name(n), ggml.block_size(n)
         if block_values == 0:  # removed
             with pytest.raises(ValueError, match=f"tensor type {n}"):
                 tensor_type(n)
         else:
-            assert tensor_type(n) == (name, block_values, ggml.ggml_type_size(n))
+            assert tensor_type(n) == (name, block_values, ggml.type_size(n))
     with pytest.raises(ValueError, match="tensor type"):
-        tensor_type(ggml.GGML_TYPE_COUNT)
+        tensor_type(ggml.N_TYPES)
 
 
 def test_metadata_that_gguf_py_does_not_write(tmp_path: Path) -> None:

@@ -3,10 +3,10 @@
 A build of ggml has such types for the CPUs that it knows: AMX, KleidiAI, and its own interleaving
 of rows ("CPU_REPACK"). Their buffers write a tensor in the type's order when its data are set, and
 mark it so that products use the type's kernel. ggml would allocate the memory of such a buffer
-itself. This module applies the interface of a tiny buffer to memory of the caller.
+itself; here they lie in memory of the caller.
 
-Facts of ggml 0.15.3: ``ggml-backend-impl.h`` (the structs), ``ggml-cpu/repack.cpp``,
-``ggml-cpu/amx/amx.cpp``, and ``make_cpu_buft_list`` of llama.cpp, whose order of types is kept.
+Facts of ggml 0.26: ``ggml-cpu/repack.cpp``, ``ggml-cpu/amx/amx.cpp``, and ``make_cpu_buft_list`` of
+llama.cpp, whose order of types is kept.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import ctypes
 import functools
 import hashlib
 import random
-from ctypes import CFUNCTYPE, POINTER, c_char, c_void_p
+from ctypes import c_char
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,18 +71,7 @@ def buffer_types() -> tuple[BufferType, ...]:
 @functools.cache
 def all_types() -> tuple[BufferType, ...]:
     """List the extra buffer types that can lie in memory of the caller, before any trial."""
-    address = _proc_address("ggml_backend_dev_get_extra_bufts")
-    if not address:
-        return ()
-    found = CFUNCTYPE(POINTER(c_void_p), c_void_p)(address)(_device())
-    addresses: list[int] = []
-    while found and found[len(addresses)]:
-        addresses.append(int(found[len(addresses)]))
-    return tuple(
-        BufferType(ggml.buft_name(a).decode(), int(ggml.buft_get_alignment(a)), a)
-        for a in addresses
-        if _interface(a) is not None
-    )
+    return tuple(BufferType(*found) for found in ggml.extra_buffer_types())
 
 
 @functools.lru_cache(maxsize=1024)  # a model has few shapes
@@ -105,7 +94,7 @@ def order_of(buffer_type: BufferType, kind: int, ne: tuple[int, ...]) -> Order |
     """Return the order of one buffer type for a weight: see `find_order`."""
     if len(ne) not in (2, 3) or kind not in ggml.MATMUL_TYPES:
         return None
-    size = _MOST_TENSORS * int(ggml.tensor_overhead())
+    size = _MOST_TENSORS * ggml.tensor_overhead()
     memory = (c_char * (size + 16))()
     context = ggml.new_context(-(-ctypes.addressof(memory) // 16) * 16, size)
     try:
@@ -116,15 +105,15 @@ def order_of(buffer_type: BufferType, kind: int, ne: tuple[int, ...]) -> Order |
             ids = ggml.new_tensor(context, ggml.I32, 1, 1)
             values = ggml.new_tensor(context, ggml.F32, ne[0], 1, 1)
             product = ggml.mul_mat_id(context, weight, values, ids)
-        header = ggml.TensorHeader.from_address(weight)
+        header = ggml.Tensor.at(weight)
         with Buffer(buffer_type, ctypes.addressof(memory), size) as buffer:
             header.buffer = buffer.address
-            ggml.buffer_init_tensor(buffer.address, weight)
+            ggml.init_tensor(buffer.address, weight)
             # AMX also marks weights without a kernel; repack does not.
-            if not header.extra or not ggml.dev_supports_op(_device(), product):
+            if not header.extra or not ggml.supports(product):
                 return None
-            nbytes = int(ggml.buft_get_alloc_size(buffer_type.address, weight))
-            return Order(buffer_type, nbytes, int(header.extra))
+            nbytes = ggml.alloc_size(buffer_type.address, weight)
+            return Order(buffer_type, nbytes, header.extra)
     finally:
         ggml.free(context)
 
@@ -155,7 +144,7 @@ def are_rows_apart(kind: int, ne: tuple[int, ...], n_rows: int) -> bool:
     for n, order in (*found.items(), (2 * n_rows, both)):
         if order is None or (order.kernel, order.nbytes) != (whole.kernel, n * row_bytes):
             return False
-    data = random.Random(0).randbytes(2 * n_rows * int(ggml.row_size(kind, ne[0])))
+    data = random.Random(0).randbytes(2 * n_rows * ggml.row_size(kind, ne[0]))
     held = ctypes.create_string_buffer(data, len(data))
     source = ctypes.addressof(held)
     memory = [(c_char * (both.nbytes + _TINY_BYTES))() for _ in range(2)]
@@ -178,12 +167,9 @@ class Buffer:
     """
 
     def __init__(self, buffer_type: BufferType, address: int, nbytes: int) -> None:
-        interface = _interface(buffer_type.address)
-        if interface is None:
-            raise ValueError(f"{buffer_type.name}: its buffers cannot lie in memory of the caller")
         self.buffer_type = buffer_type
         self._range = range(address, address + nbytes)
-        self.address = int(ggml.buffer_init(buffer_type.address, interface, address, nbytes))
+        self.address = ggml.new_buffer(buffer_type.address, address, nbytes)
 
     def adopt(self, tensor: int, data: int) -> None:
         """Point a header of ggml at repacked bytes, which may be written already or later.
@@ -200,8 +186,8 @@ class Buffer:
         ValueError
             There is no such order, or the bytes are not inside the memory. The header is unchanged.
         """
-        header = ggml.TensorHeader.from_address(tensor)
-        ne = tuple(header.ne)
+        header = ggml.Tensor.at(tensor)
+        ne = header.ne
         order = find_order(header.type, ne[: 3 if ne[2] > 1 else 2])
         if order is None or order.buffer_type != self.buffer_type:
             name = ggml.MATMUL_TYPES.get(header.type, f"type {header.type}")
@@ -218,9 +204,9 @@ class Buffer:
                 f"{self.buffer_type.alignment} in {self._range.start:#x} to {self._range.stop:#x}, "
                 f"got address {data:#x}"
             )
-        header = ggml.TensorHeader.from_address(tensor)
+        header = ggml.Tensor.at(tensor)
         header.buffer, header.data = self.address, data
-        ggml.buffer_init_tensor(self.address, tensor)
+        ggml.init_tensor(self.address, tensor)
 
     def write(self, kind: int, ne: tuple[int, ...], source: int, data: int) -> None:
         """Write a whole tensor at `data` in the type's order, with the interpreter's lock released.
@@ -236,20 +222,20 @@ class Buffer:
         """Write a tensor whose order is known: see `write`."""
         if order is None or order.buffer_type != self.buffer_type:
             raise ValueError(f"{self.buffer_type.name} has no order for type {kind}, shape {ne}")
-        size = int(ggml.tensor_overhead())
+        size = ggml.tensor_overhead()
         memory = (c_char * (size + 16))()
         context = ggml.new_context(-(-ctypes.addressof(memory) // 16) * 16, size)
         try:
             tensor = ggml.new_tensor(context, kind, *ne)
             self._adopt_as(order, tensor, data)
-            ggml.tensor_set(tensor, source, 0, ggml.nbytes(tensor))
+            ggml.set_tensor(tensor, source, ggml.Tensor.at(tensor).nbytes)
         finally:
             ggml.free(context)
 
     def free(self) -> None:
         """Free ggml's struct; the memory stays. Freeing twice is no error."""
         if self.address:
-            ggml.buffer_free(self.address)
+            ggml.free_buffer(self.address)
             self.address = 0
 
     def __enter__(self) -> Buffer:
@@ -276,43 +262,4 @@ def _facts() -> dict[str, Any]:
     digest = hashlib.sha256()
     for path in ggml.LIBRARIES:
         digest.update(hashlib.sha256(Path(path).read_bytes()).digest())
-    return {**ggml.version(), "libraries": digest.hexdigest(), "features": _features()}
-
-
-def _features() -> dict[str, str]:
-    address = _proc_address("ggml_backend_get_features")
-    if not address:
-        return {}
-    found = CFUNCTYPE(POINTER(ggml.Feature), c_void_p)(address)(ggml.cpu_reg())
-    features, i = {}, 0
-    while found[i].name:
-        features[found[i].name.decode()] = found[i].value.decode()
-        i += 1
-    return features
-
-
-def _proc_address(name: str) -> int | None:
-    found: int | None = ggml.reg_get_proc_address(ggml.cpu_reg(), name.encode())
-    return found
-
-
-def _device() -> int:
-    return int(ggml.reg_dev_get(ggml.cpu_reg(), 0))
-
-
-@functools.cache
-def _interface(buffer_type: int) -> ggml.BufferInterface | None:
-    """Copy the interface of a type's buffers, with nothing to free.
-
-    Return None if such a buffer knows its memory by more than an address.
-    """
-    tiny = ggml.buft_alloc_buffer(buffer_type, _TINY_BYTES)
-    if not tiny:
-        return None
-    header = ggml.BufferHeader.from_address(tiny)
-    base, context = int(ggml.buffer_get_base(tiny)), int(header.context or 0)
-    is_known = header.buft == buffer_type and 0 <= base - context < _TINY_BYTES
-    interface = ggml.BufferInterface.from_buffer_copy(header.iface)
-    ggml.buffer_free(tiny)
-    interface.free_buffer = None
-    return interface if is_known else None
+    return {**ggml.version(), "libraries": digest.hexdigest(), "features": ggml.features()}

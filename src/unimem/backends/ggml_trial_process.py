@@ -33,7 +33,7 @@ def is_sound(name: str) -> bool:
             continue
         # Bytes of this range are small, positive scales.
         rng = random.Random(kind)
-        nbytes = int(ggml.row_size(kind, _NE[0])) * _NE[1]
+        nbytes = ggml.row_size(kind, _NE[0]) * _NE[1]
         data = ctypes.create_string_buffer(bytes(rng.choices(range(32), k=nbytes)), nbytes)
         memory = ctypes.create_string_buffer(order.nbytes + 64)
         at = -(-ctypes.addressof(memory) // 64) * 64
@@ -53,24 +53,25 @@ def _multiply(kind: int, n: int, data: int, buffer: ggml_orders.Buffer | None) -
     memory = ctypes.create_string_buffer(_ROOM)
     context = ggml.new_context(-(-ctypes.addressof(memory) // 64) * 64, _ROOM - 64)
     weight = ggml.new_tensor(context, kind, *_NE)
-    header = ggml.TensorHeader.from_address(weight)
+    header = ggml.Tensor.at(weight)
     header.data = data
     if buffer is not None:
         header.buffer = buffer.address
-        ggml.buffer_init_tensor(buffer.address, weight)
+        ggml.init_tensor(buffer.address, weight)
     inputs = ggml.new_tensor(context, ggml.F32, _NE[0], n)
     product = ggml.mul_mat(context, weight, inputs)
     rng = random.Random(n)
     numbers = array("f", (rng.uniform(-1, 1) for _ in range(_NE[0] * n)))
     result = array("f", bytes(4 * _NE[1] * n))
-    ggml.TensorHeader.from_address(inputs).data = numbers.buffer_info()[0]
-    ggml.TensorHeader.from_address(product).data = result.buffer_info()[0]
-    graph = ggml.new_graph_custom(context, 8, False)
-    ggml.build_forward_expand(graph, product)
-    plan = ggml.graph_plan(graph, 1, None)
-    work = ctypes.create_string_buffer(plan.work_size + 64)
-    plan.work_data = -(-ctypes.addressof(work) // 64) * 64
-    ggml.compute(graph, plan)
+    ggml.Tensor.at(inputs).data = numbers.buffer_info()[0]
+    ggml.Tensor.at(product).data = result.buffer_info()[0]
+    graph = ggml.new_graph(context, 8)
+    ggml.expand(graph, product)
+    plan = ctypes.create_string_buffer(ggml.PLAN_BYTES)
+    at = ctypes.addressof(plan)
+    work = ctypes.create_string_buffer(ggml.plan(at, graph, 1) + 64)
+    ggml.plan(at, graph, 1, 0, -(-ctypes.addressof(work) // 64) * 64)
+    ggml.compute(graph, at, 1)
     ggml.free(context)
     return result
 

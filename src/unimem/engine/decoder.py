@@ -286,7 +286,7 @@ class Decoder:
             made.free()
         self._made = []
         if self._threadpool:
-            ggml.threadpool_free(self._threadpool)
+            ggml.free_threadpool(self._threadpool)
             self._threadpool = 0
 
     def _ledger_is_open(self) -> bool:

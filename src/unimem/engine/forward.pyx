@@ -54,21 +54,13 @@ cdef uint16_t HIDDEN = 0xFC00  # minus infinity, as float16
 cdef uint16_t SHOWN = 0
 
 
-cdef struct ComputePlan:  # ggml_cplan, whose layout backends/ggml.py checks
-    size_t work_size
-    uint8_t *work_data
-    int n_threads
-    void *threadpool
-    c_bool (*abort_callback)(void *) noexcept nogil
-    void *abort_callback_data
-    c_bool use_ref
-
-
 cdef struct Team:  # backends/ggml.py
     c_bool is_kept, is_made, is_lost
 
 
-ctypedef int (*Compute)(void *graph, ComputePlan *plan) noexcept nogil
+ctypedef c_bool (*IsOver)(void *data) noexcept nogil
+ctypedef int (*Compute)(void *graph, void *plan, int n_threads, IsOver is_over,
+                        void *data) noexcept nogil  # `compute_address` of backends/ggml.py
 
 
 cdef struct Mask:  # unimem.engine.graph.Mask
@@ -81,7 +73,7 @@ cdef struct Mask:  # unimem.engine.graph.Mask
 
 cdef struct Graph:
     void *graph
-    ComputePlan *plan
+    void *plan
     int64_t n_tokens
     Mask masks[MOST_PARTS]
 
@@ -161,14 +153,14 @@ cdef class ForwardPass:
     output, and `ids` int32 [ctx] the ids of tokens by position.
     """
     #: tally: Tally
-    #: graph_compute_address: int
+    #: compute_address: int
     #: @property
     #: def n_ids(self) -> int: ...
     #: @property
     #: def logits_end(self) -> int: ...
     #: @property
     #: def compute_ns(self) -> int: ...
-    cdef public uintptr_t graph_compute_address  # ggml's function
+    cdef public uintptr_t compute_address  # ggml's function
     cdef public object tally  # of unimem.accounting.published, which counts tokens
     cdef readonly ThreadCount threads
     cdef readonly uint64_t n_ids  # positions whose ids were noted; see `n_known`
@@ -212,7 +204,7 @@ cdef class ForwardPass:
         self._positions = <int32_t *><uintptr_t>inputs.positions
         self._last = <int32_t *><uintptr_t>inputs.last
         self._team = <Team *><uintptr_t>ggml.team_address
-        self.graph_compute_address = ggml.graph_compute_address
+        self.compute_address = ggml.compute_address
         self._argmax = PyDataType_GetArrFuncs(logits.dtype).argmax
         self._load(&self._decode, decode)
         self._load(&self._prefill, prefill)
@@ -222,7 +214,7 @@ cdef class ForwardPass:
         cdef Mask *mask
         cdef int i
         g.graph = <void *><uintptr_t>graph.address
-        g.plan = <ComputePlan *><uintptr_t>graph.plan_address
+        g.plan = <void *><uintptr_t>graph.plan_address
         g.n_tokens = graph.n_tokens
         for i in range(self._n_parts):
             of_part, mask = graph.masks[i], &g.masks[i]
@@ -517,15 +509,13 @@ cdef class ForwardPass:
 
     cdef int _run(self, Graph *g, int n_threads, int64_t limit) noexcept nogil:
         cdef int64_t start = now_ns(), deadline = start + limit
+        cdef IsOver ends = NULL
         cdef int status
         if n_threads > 1:
             self._team.is_made = self._team.is_kept
-        g.plan.n_threads = n_threads
-        g.plan.abort_callback = NULL
         if limit:
-            g.plan.abort_callback = is_over
-        g.plan.abort_callback_data = &deadline
-        status = (<Compute>self.graph_compute_address)(g.graph, g.plan)
+            ends = is_over
+        status = (<Compute>self.compute_address)(g.graph, g.plan, n_threads, ends, &deadline)
         self.compute_ns += now_ns() - start
         return status
 

@@ -81,13 +81,13 @@ class Headers:
 
     def _header(self, kind: int, ne: tuple[int, ...], data: int) -> int:
         address = ggml.new_tensor(self.context, kind, *ne)
-        ggml.TensorHeader.from_address(address).data = data
+        ggml.Tensor.at(address).data = data
         return address
 
     @staticmethod
     def bytes_needed(n_tensors: int, n_layers: int) -> int:
         """Bytes of memory that the headers take."""
-        return int(ggml.tensor_overhead()) * (n_tensors + 2 * n_layers)
+        return ggml.tensor_overhead() * (n_tensors + 2 * n_layers)
 
     def free(self) -> None:
         """Free what ggml holds beside the given memory."""
@@ -101,18 +101,18 @@ class Mask:
         self.address = address  # of its values
         self._header = header
         # The strides that depend on `n_kv`, and all header fields that hold it.
-        self.strides_address = header + ggml.TensorHeader.nb.offset + _WORD
+        self.strides_address = header + ggml.NB_OFFSET + _WORD
         self.lengths = np.array(lengths, np.uint64)
 
     @property
     def n_kv(self) -> int:
         """The rows of the cache that attention reads."""
-        return int(ggml.TensorHeader.from_address(self._header).ne[0])
+        return int(ggml.Tensor.at(self._header).ne[0])
 
     @property
     def values(self) -> NDArray[Any]:
         """float16 [n_tokens, n_kv]: 0, or minus infinity for rows that a token does not see."""
-        shape = int(ggml.TensorHeader.from_address(self._header).ne[1]), self.n_kv
+        shape = int(ggml.Tensor.at(self._header).ne[1]), self.n_kv
         return view(self.address, shape, "float16")
 
 
@@ -156,7 +156,7 @@ class Graph:
         self._offsets: NDArray[Any] = np.empty(0, np.int64)
         self._arena = 0
         self._work = 0
-        self._plan = ggml.ComputePlan()
+        self._plan = ctypes.create_string_buffer(ggml.PLAN_BYTES)
         self.plan_address = ctypes.addressof(self._plan)
         self._mask_addresses = tuple(masks)
         self.batch = batch
@@ -172,7 +172,7 @@ class Graph:
     def bytes_needed(model: Model) -> int:
         """Bytes of memory that the headers of nodes and the graph take."""
         n = _nodes_of(model)
-        return int(n * ggml.tensor_overhead() + ggml.graph_overhead_custom(n, False))
+        return int(n * ggml.tensor_overhead() + ggml.graph_overhead(n))
 
     def set_memory(self, arena: int, work: int, n_threads: int, threadpool: int) -> None:
         """Give the graph memory for its `values`, and `work_bytes` for these threads."""
@@ -182,7 +182,7 @@ class Graph:
 
     def work_bytes(self, n_threads: int, threadpool: int) -> int:
         """Return the working memory that ggml needs to compute the graph."""
-        return int(ggml.graph_plan(self.address, n_threads, threadpool).work_size)
+        return ggml.plan(self.plan_address, self.address, n_threads, threadpool)
 
     def resize(self, n_tokens: int) -> None:
         """Rebuild the graph for `n_tokens` tokens, in the same memory."""
@@ -198,7 +198,7 @@ class Graph:
 
     def addresses(self) -> list[int]:
         """Return the address of every node's value."""
-        data = ggml.TensorHeader.data.offset // _WORD
+        data = ggml.DATA_OFFSET // _WORD
         return [int(a) for a in self._words[(self._nodes - self._base) // _WORD + data]]
 
     def _build(self, n: int) -> None:
@@ -207,9 +207,9 @@ class Graph:
         builder.build(self._mask_addresses)
         self._output = builder.output
         self.address = builder.graph
-        n_nodes = ggml.graph_n_nodes(builder.graph)
-        self._nodes = np.array(view(ggml.graph_nodes(builder.graph), n_nodes, "int64"))
-        ne = ggml.TensorHeader.ne.offset
+        n_nodes = ggml.n_nodes(builder.graph)
+        self._nodes = np.array(view(ggml.nodes(builder.graph), n_nodes, "int64"))
+        ne = ggml.NE_OFFSET
         self.masks = [
             Mask(address, header, [tensor + ne + _WORD * dim for tensor, dim in kv_dims])
             for address, header, kv_dims in zip(
@@ -223,34 +223,34 @@ class Graph:
         first: dict[int, int] = {}
         last: dict[int, int] = {}
         for number, address in enumerate(nodes):
-            node = ggml.TensorHeader.from_address(address)
+            node = ggml.Tensor.at(address)
             if not node.view_src and address != self._output:
                 first[address] = number
             for source in (address, *node.src):
                 if not source:
                     continue
-                root = ggml.TensorHeader.from_address(source).view_src or source
+                root = ggml.Tensor.at(source).view_src or source
                 # ggml fuses an RMS norm with the multiplication after it, and reads the norm's
                 # input while it writes the product: an input lives one node longer.
                 last[root] = number + 1
-        return [BufferUse(str(i), int(ggml.nbytes(a)), i, last[a]) for a, i in first.items()]
+        return [BufferUse(str(i), ggml.Tensor.at(a).nbytes, i, last[a]) for a, i in first.items()]
 
     def _bind(self) -> None:
         """Write the address of every node's value, and plan the computation."""
-        words, fields = self._words, ggml.TensorHeader
+        words = self._words
         node = (self._nodes - self._base) // _WORD
-        data = fields.data.offset // _WORD
+        data = ggml.DATA_OFFSET // _WORD
         own = self._offsets >= 0
         words[node[own] + data] = self._arena + self._offsets[own]
-        ggml.TensorHeader.from_address(self._output).data = self._arrays.logits
+        ggml.Tensor.at(self._output).data = self._arrays.logits
         for index in self._nodes[~own]:
-            tensor = fields.from_address(int(index))
+            tensor = ggml.Tensor.at(int(index))
             if tensor.view_src:
-                root = fields.from_address(tensor.view_src)
+                root = ggml.Tensor.at(tensor.view_src)
                 tensor.data = root.data + tensor.view_offs
-        plan = ggml.graph_plan(self.address, self._n_threads, self._threadpool)
-        ctypes.memmove(ctypes.addressof(self._plan), ctypes.addressof(plan), ctypes.sizeof(plan))
-        self._plan.work_data = self._work
+        ggml.plan(
+            self.plan_address, self.address, self._n_threads, self._threadpool, self._work
+        )
 
 
 def _nodes_of(model: Model) -> int:
@@ -273,7 +273,7 @@ class _Builder:
         self.kv_dims: list[list[tuple[int, int]]] = []
         self.masks: list[int] = []
         self.output = 0
-        self.graph = int(ggml.new_graph_custom(context, _nodes_of(model), False))
+        self.graph = ggml.new_graph(context, _nodes_of(model))
 
     def build(self, masks: Sequence[int]) -> None:
         n, arrays, context = self._n, self._arrays, self._context
@@ -304,25 +304,25 @@ class _Builder:
             x = self._add_output(x, fed, f"{blk}.post_ffw_norm")
         x = self._norm(x, "output_norm")
         head = "output" if "output.weight" in self._weights else "token_embd"
-        self.output = int(ggml.mul_mat(context, self._weights[f"{head}.weight"], x))
+        self.output = ggml.mul_mat(context, self._weights[f"{head}.weight"], x)
         ggml.set_output(self.output)
-        ggml.build_forward_expand(self.graph, self.output)
+        ggml.expand(self.graph, self.output)
 
     def _input(self, kind: int, data: int, *ne: int) -> int:
         address = ggml.new_tensor(self._context, kind, *ne)
         ggml.set_input(address)
-        ggml.TensorHeader.from_address(address).data = data
+        ggml.Tensor.at(address).data = data
         return address
 
     def _norm(self, x: int, name: str) -> int:
         normed = ggml.rms_norm(self._context, x, self._model.eps)
-        return int(ggml.mul(self._context, normed, self._weights[f"{name}.weight"]))
+        return ggml.mul(self._context, normed, self._weights[f"{name}.weight"])
 
     def _add_output(self, x: int, output: int, norm: str) -> int:
         """Add the output of a block, normed if the model does so, to its input."""
         if self._kind.norms_outputs:
             output = self._norm(output, norm)
-        return int(ggml.add(self._context, output, x))
+        return ggml.add(self._context, output, x)
 
     def _linear(self, x: int, name: str) -> int:
         product = ggml.mul_mat(self._context, self._weights[f"{name}.weight"], x)
@@ -338,7 +338,7 @@ class _Builder:
             heads = self._norm(heads, f"blk.{layer}.{name}_norm")
         return int(
             ggml.rope_ext(
-                self._context, heads, self._positions, self._weights.get("rope_freqs.weight"),
+                self._context, heads, self._positions, self._weights.get("rope_freqs.weight", 0),
                 dims.head_dim, _ROPE_MODES[rope.mode], rope.original_ctx, rope.freq_base,
                 rope.freq_scale,
                 rope.ext_factor, rope.attn_factor, rope.beta_fast, rope.beta_slow,
@@ -355,13 +355,12 @@ class _Builder:
         k = ggml.reshape_2d(context, k, dims.kv_size, n)
         for cache, rows in ((k_cache, k), (v_cache, v)):
             written = ggml.set_rows(context, cache, rows, self._rows[part])
-            ggml.build_forward_expand(self.graph, written)
+            ggml.expand(self.graph, written)
         attended = ggml.flash_attn_ext(
             context, ggml.permute(context, q, 0, 2, 1, 3), self._view_cache(part, k_cache),
             self._view_cache(part, v_cache), self.masks[part], self._model.attention_scale,
             0.0, 0.0,
         )  # fmt: skip
-        ggml.flash_attn_ext_set_prec(attended, ggml.PREC_F32)
         attended = ggml.reshape_2d(context, self._rotate(attended, "v"), dims.q_size, n)
         return self._linear(attended, f"blk.{layer}.attn_output")
 
@@ -376,7 +375,7 @@ class _Builder:
 
     def _view_cache(self, part: int, cache: int) -> int:
         """View the cache as [head_dim, n_kv, heads]."""
-        dims, kind = self._model.dims, ggml.TensorHeader.from_address(cache).type
+        dims, kind = self._model.dims, ggml.Tensor.at(cache).type
         rows = ggml.view_3d(
             self._context, cache, dims.head_dim, dims.num_kv_heads, self._headers.n_rows[part],
             ggml.row_size(kind, dims.head_dim), ggml.row_size(kind, dims.kv_size), 0,
@@ -416,7 +415,7 @@ class _Builder:
         gated = ggml.swiglu_split(context, gate, up)
         down = self._weights[f"{blk}.ffn_down_exps.weight"]
         outputs = ggml.mul(context, ggml.mul_mat_id(context, down, gated, chosen), shares)
-        strides = ggml.TensorHeader.from_address(outputs).nb
+        strides = ggml.Tensor.at(outputs).nb
         one, *others = (
             ggml.view_2d(context, outputs, hidden, n, strides[2], i * strides[1])
             for i in range(n_used)

@@ -11,8 +11,8 @@ from libc.stdint cimport int64_t, uint32_t, uintptr_t
 from unimem._core cimport native as um
 
 # Offsets in a ggml_tensor.
-cdef size_t SIZES = ggml.TensorHeader.ne.offset
-cdef size_t DATA = ggml.TensorHeader.data.offset
+cdef size_t SIZES = ggml.NE_OFFSET
+cdef size_t DATA = ggml.DATA_OFFSET
 
 
 cdef void rotate(char *header, const void *given, int thread, int n_threads,

@@ -97,12 +97,11 @@ def _by_ggml(number: int) -> Convert | str:
         from unimem.backends import ggml
     except ImportError as error:
         return str(error)
-    to_float = ggml.to_float(number)
-    if to_float is None:
+    if not ggml.has_to_float(number):
         return "ggml has no conversion, since no file has this type"
 
     def convert(data: Bytes, out: Floats) -> None:
-        to_float(data.ctypes.data, out.ctypes.data, out.size)
+        ggml.to_float(number, data.ctypes.data, out.ctypes.data, out.size)
 
     return convert
 

@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-from functools import cache
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
 __all__ = ["quantize"]
-
-
-@cache
-def _quantizer() -> Any:
-    from unimem.backends import ggml
-
-    function = ctypes.CDLL(ggml.LIBRARIES[0]).ggml_quantize_chunk
-    function.argtypes = (
-        ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p,
-        ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p,
-    )  # fmt: skip
-    return function
 
 
 def quantize(values: NDArray[np.float32], kind: int) -> NDArray[np.uint8]:
@@ -29,7 +13,7 @@ def quantize(values: NDArray[np.float32], kind: int) -> NDArray[np.uint8]:
     from unimem.backends import ggml
 
     n_rows, width = values.shape
-    data = np.zeros((n_rows, int(ggml.row_size(kind, width))), np.uint8)
+    data = np.zeros((n_rows, ggml.row_size(kind, width)), np.uint8)
     values = np.ascontiguousarray(values, np.float32)
-    _quantizer()(kind, values.ctypes.data, data.ctypes.data, 0, n_rows, width, None)
+    ggml.quantize(kind, values.ctypes.data, data.ctypes.data, n_rows, width)
     return data

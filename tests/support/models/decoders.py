@@ -75,15 +75,16 @@ def computing_by(
     The function returns the status. Its exceptions are lost.
     """
     forward = decoder._forward
-    address = forward.graph_compute_address
-    kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+    address = forward.compute_address
+    pointer = ctypes.c_void_p
+    kind = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, ctypes.c_int, pointer, pointer)
     call = kind(address)
     ours = kind(lambda *given: compute(lambda: call(*given), given[0]))
-    forward.graph_compute_address = ctypes.cast(ours, ctypes.c_void_p).value or 0
+    forward.compute_address = ctypes.cast(ours, ctypes.c_void_p).value or 0
     try:
         yield
     finally:
-        forward.graph_compute_address = address
+        forward.compute_address = address
 
 
 @contextmanager
@@ -96,12 +97,12 @@ def interrupted(
 
     def compute(call: Callable[[], int], _graph: int) -> int:
         if next(calls) == n:
-            decoder._forward.graph_compute_address = interrupt
+            decoder._forward.compute_address = interrupt
         return call()
 
     with computing_by(decoder, compute):
         if n == 1:
-            decoder._forward.graph_compute_address = interrupt
+            decoder._forward.compute_address = interrupt
         with pytest.raises(raised):
             yield
 

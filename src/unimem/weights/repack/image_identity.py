@@ -77,7 +77,7 @@ def _hash_pattern(kind: int, ne: tuple[int, ...]) -> str:
 
     order = find_order(kind, ne)
     assert order is not None
-    data = random.Random(0).randbytes(prod(ne[1:]) * int(ggml.row_size(kind, ne[0])))
+    data = random.Random(0).randbytes(prod(ne[1:]) * ggml.row_size(kind, ne[0]))
     held = ctypes.create_string_buffer(data, len(data))
     memory = (ctypes.c_char * (order.nbytes + _ALIGN))()
     at = -(-ctypes.addressof(memory) // _ALIGN) * _ALIGN
