@@ -82,8 +82,10 @@ def _search(
     }
 
 
-def _fastest(speeds: dict[tuple[Flags, str], float], phase: str) -> Flags:
+def _fastest(speeds: dict[tuple[Flags, str], float], phase: Phase) -> Flags:
     of_phase = {flags: speed for (flags, of), speed in speeds.items() if of == phase}
+    if phase == "decode":  # a token is computed alone, whatever the batch
+        of_phase = {flags: speed for flags, speed in of_phase.items() if flags.ubatch is None}
     return max(of_phase, key=of_phase.__getitem__)
 
 
