@@ -14,6 +14,7 @@ import unimem as um
 from support.models.decoders import WIDE_HEADS as SHAPE
 from support.models.decoders import (
     append_foreign,
+    Computation,
     computing_by,
     greedy,
     interrupted,
@@ -83,8 +84,8 @@ def test_it_goes_on_as_if_it_had_not_stopped(model: Path, path: Path, kind: str)
     ):
         computed: list[int] = []
 
-        def counted(compute: Callable[[], int], graph: int) -> int:
-            computed.append(graph)
+        def counted(compute: Callable[[], int], given: Computation) -> int:
+            computed.append(given.graph)
             return compute()
 
         for n in (1, 40, 500):

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import unimem as um
-from support.models.decoders import computing_by, greedy, interrupted, tokens
+from support.models.decoders import Computation, computing_by, greedy, interrupted, tokens
 from support.models.make import TINY, write_model
 from unimem.engine import Decoder
 from unimem.engine.forward import ForwardPass
@@ -129,7 +129,7 @@ def test_a_graph_that_fails_counts_no_token(decoder: Decoder, prompt: list[int])
     decoder.kv.crop(5)
     for status in (FAILED, ABORTED):
 
-        def fail(_compute: Callable[[], int], _graph: int, status: int = status) -> int:
+        def fail(_compute: Callable[[], int], _given: Computation, status: int = status) -> int:
             return status
 
         expected_error = pytest.raises(RuntimeError, match=rf"\(status {status}\)")
@@ -190,11 +190,10 @@ def test_a_token_that_is_given_up_is_computed_with_fewer(
 
     with Decoder(model, ctx=300, threads=2) as ours, Decoder(model, ctx=300, threads=1) as one:
 
-        def late(compute: Callable[[], int], _graph: int) -> int:
+        def late(compute: Callable[[], int], given: Computation) -> int:
             """Call ggml after the deadline: it ends after its first node."""
-            plan = ours._decode._plan
-            used.append((plan.n_threads, bool(plan.abort_callback)))
-            if plan.abort_callback:
+            used.append((given.n_threads, bool(given.is_over)))
+            if given.is_over:
                 until = time.monotonic_ns() + ours._forward.threads.limit_ns
                 while time.monotonic_ns() <= until:
                     pass

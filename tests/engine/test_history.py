@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 import unimem as um
 from support.models.decoders import WIDE_HEADS as SHAPE
 from support.models.decoders import (
+    Computation,
     computing_by,
     greedy,
     interrupted,
@@ -343,7 +344,7 @@ def test_a_failure_gives_the_ring_back(model: Path, monkeypatch: pytest.MonkeyPa
 def hidden(decoder: Decoder, begin: int, end: Callable[[], int]) -> Iterator[None]:
     """Hide rows of a full cache from attention."""
 
-    def compute(call: Callable[[], int], _graph: int) -> int:
+    def compute(call: Callable[[], int], _given: Computation) -> int:
         for graph in (decoder._decode, decoder._prefill):
             graph.masks[0].values[:, begin : end()] = -np.inf
         return call()

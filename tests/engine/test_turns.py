@@ -11,7 +11,7 @@ import pytest
 
 import unimem as um
 from conftest import Run
-from support.models.decoders import computing_by
+from support.models.decoders import Computation, computing_by
 from support.processes.forks import in_child
 from unimem.backends import ggml
 from unimem.engine import Decoder, embedded_model
@@ -25,7 +25,7 @@ def computing(decoder: Decoder) -> Iterator[tuple[Any, list[Any]]]:
     """Have another thread within ggml until the event is set; then note its exception."""
     begun, go, raised = threading.Event(), threading.Event(), []
 
-    def wait_first(compute: Callable[[], int], _graph: int) -> int:
+    def wait_first(compute: Callable[[], int], _given: Computation) -> int:
         begun.set()
         assert go.wait(SECONDS)
         return compute()

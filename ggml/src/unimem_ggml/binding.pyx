@@ -366,6 +366,11 @@ cdef class Tensor:
     def nb(self):
         return tuple([self.t.nb[i] for i in range(GGML_MAX_DIMS)])
 
+    @nb.setter
+    def nb(self, strides):
+        for i, stride in zip(range(GGML_MAX_DIMS), strides, strict=True):
+            self.t.nb[i] = stride
+
     @property
     def src(self):
         """Addresses of the tensors that it is computed from; 0 for none."""

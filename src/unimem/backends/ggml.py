@@ -247,7 +247,7 @@ def own_bytes(n_threads: int) -> int:
     It covers three contexts, whose headers and graphs lie elsewhere, and the pool of threads,
     without their stacks.
     """
-    return 4096 + 2048 * n_threads
+    return 4096 + 4096 * n_threads
 
 
 def facts() -> dict[str, Any]:

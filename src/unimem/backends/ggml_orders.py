@@ -34,7 +34,13 @@ __all__ = [
     "order_of",
 ]
 
-_SOUND = frozenset({"CPU_REPACK"})
+_REPACK = "CPU_REPACK"
+_SOUND = frozenset({_REPACK})
+# ggml multiplies these from the file's order in tiles, on CPUs with AVX2: with a batch that takes
+# 0.4 to 0.6 of the time of interleaved rows, and a token takes the same (docs/repack.md).
+_TILED = frozenset(
+    "q2_K q3_K q4_K q5_K q6_K iq4_xs iq2_xxs iq2_xs iq2_s iq3_xxs iq3_s iq1_s iq1_m".split()
+)
 _TINY_BYTES = 4096
 _MOST_TENSORS = 4  # in the context of a question: a weight, its input, ids, and the product
 
@@ -76,7 +82,10 @@ def all_types() -> tuple[BufferType, ...]:
 
 @functools.lru_cache(maxsize=1024)  # a model has few shapes
 def find_order(kind: int, ne: tuple[int, ...]) -> Order | None:
-    """Return the order of the first buffer type that multiplies a weight; None for the file's.
+    """Return the order that multiplies a weight fastest; None for the file's.
+
+    It is that of the first buffer type that has one, unless ggml's newer kernels are faster with
+    the file's.
 
     Parameters
     ----------
@@ -86,8 +95,16 @@ def find_order(kind: int, ne: tuple[int, ...]) -> Order | None:
         Shape in ggml's order: 2-d for `MUL_MAT`, 3-d with the number of experts last for
         `MUL_MAT_ID`.
     """
-    found = (order_of(one, kind, ne) for one in buffer_types())
+    found = (
+        order_of(one, kind, ne)
+        for one in buffer_types()
+        if not (one.name == _REPACK and _is_tiled(kind))
+    )
     return next(filter(None, found), None)
+
+
+def _is_tiled(kind: int) -> bool:
+    return "AVX2" in ggml.features() and ggml.MATMUL_TYPES.get(kind) in _TILED
 
 
 def order_of(buffer_type: BufferType, kind: int, ne: tuple[int, ...]) -> Order | None:

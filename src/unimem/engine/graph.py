@@ -10,7 +10,7 @@ import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from unimem.engine.model import Model
 from unimem.engine.rotation_op import node_address, rotation_block
 from unimem.planning.needs import nodes_bound
 
-__all__ = ["Arrays", "Graph", "Headers", "Mask", "view"]
+__all__ = ["Arrays", "Graph", "Headers", "Lane", "Mask", "view"]
 
 _WORD = 8
 _ROPE_MODES = {"normal": ggml.ROPE_NORMAL, "neox": ggml.ROPE_NEOX}
@@ -48,11 +48,19 @@ class Arrays:
     logits: int  # float32 [vocab]
 
 
+class Lane(NamedTuple):
+    """K or V of a layer: an address, and the bytes from row to row and from head to head."""
+
+    address: int
+    row_stride: int
+    head_stride: int
+
+
 class Headers:
     """ggml's headers of the weights and of the cache's parts, in `nbytes` at `address`.
 
     `tensors` has the type number, the shape in ggml's order and the address of each name. `layers`
-    has the part of each layer, and the addresses of its keys and values. `n_rows` has the rows of a
+    has the part of each layer, its keys and its values. `n_rows` has the rows of a
     lane for each part, and `kv_kinds` ggml's types of K and V.
     """
 
@@ -60,7 +68,7 @@ class Headers:
         self,
         model: Model,
         tensors: dict[str, tuple[int, tuple[int, ...], int]],
-        layers: list[tuple[int, int, int]],
+        layers: list[tuple[int, Lane, Lane]],
         n_rows: Sequence[int],
         kv_kinds: tuple[int, int],
         rotates: bool,
@@ -73,15 +81,25 @@ class Headers:
         self.weights = {
             name: self._header(kind, ne, data) for name, (kind, ne, data) in tensors.items()
         }
+        self._dims = model.dims
         k_kind, v_kind = kv_kinds
-        self.cache = []
-        for part, k, v in layers:
-            row = (model.dims.kv_size, n_rows[part])
-            self.cache.append((part, self._header(k_kind, row, k), self._header(v_kind, row, v)))
+        self.cache = [
+            (part, self._lane(k_kind, n_rows[part], k), self._lane(v_kind, n_rows[part], v))
+            for part, k, v in layers
+        ]
 
     def _header(self, kind: int, ne: tuple[int, ...], data: int) -> int:
         address = ggml.new_tensor(self.context, kind, *ne)
         ggml.Tensor.at(address).data = data
+        return address
+
+    def _lane(self, kind: int, n_rows: int, lane: Lane) -> int:
+        """Make the header of K or V, as [head_dim, rows, heads]."""
+        ne = self._dims.head_dim, n_rows, self._dims.num_kv_heads
+        address = self._header(kind, ne, lane.address)
+        tensor = ggml.Tensor.at(address)
+        whole = lane.head_stride * self._dims.num_kv_heads
+        tensor.nb = tensor.nb[0], lane.row_stride, lane.head_stride, whole
         return address
 
     @staticmethod
@@ -352,9 +370,10 @@ class _Builder:
         k = self._rotate(self._heads(layer, x, "attn_k", dims.num_kv_heads), "k")
         v = self._rotate(self._linear(x, f"blk.{layer}.attn_v"), "v")
         # Expanding the writes first puts them before attention: ggml knows no such dependency.
-        k = ggml.reshape_2d(context, k, dims.kv_size, n)
+        v = ggml.reshape_3d(context, v, dims.head_dim, dims.num_kv_heads, n)
         for cache, rows in ((k_cache, k), (v_cache, v)):
-            written = ggml.set_rows(context, cache, rows, self._rows[part])
+            by_head = ggml.permute(context, rows, 0, 2, 1, 3)
+            written = ggml.set_rows(context, cache, by_head, self._rows[part])
             ggml.expand(self.graph, written)
         attended = ggml.flash_attn_ext(
             context, ggml.permute(context, q, 0, 2, 1, 3), self._view_cache(part, k_cache),
@@ -375,14 +394,10 @@ class _Builder:
 
     def _view_cache(self, part: int, cache: int) -> int:
         """View the cache as [head_dim, n_kv, heads]."""
-        dims, kind = self._model.dims, ggml.Tensor.at(cache).type
-        rows = ggml.view_3d(
-            self._context, cache, dims.head_dim, dims.num_kv_heads, self._headers.n_rows[part],
-            ggml.row_size(kind, dims.head_dim), ggml.row_size(kind, dims.kv_size), 0,
-        )  # fmt: skip
-        heads = ggml.permute(self._context, rows, 0, 2, 1, 3)
-        self.kv_dims[part] += [(rows, 2), (heads, 1)]
-        return int(heads)
+        whole = ggml.Tensor.at(cache)
+        rows: int = ggml.view_3d(self._context, cache, *whole.ne[:3], *whole.nb[1:3], 0)
+        self.kv_dims[part].append((rows, 1))
+        return rows
 
     def _feed_forward(self, blk: str, x: int) -> int:
         up = self._linear(x, f"{blk}.ffn_up")

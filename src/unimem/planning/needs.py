@@ -398,7 +398,8 @@ class Session:
 
     def whole_bytes(self, ctx: int) -> int:
         """Return the bytes of a cache that keeps every token in every layer, states included."""
-        rows = sum(self._part_bytes(layers, ctx) for layers in self.shape.cache or ())
+        by_head = self.shape.dims is not None  # as the engine's cache
+        rows = sum(self._part_bytes(layers, ctx, by_head) for layers in self.shape.cache or ())
         return rows + self._state_bytes()
 
     def scratch_bytes(self, ctx: int) -> int:
@@ -474,11 +475,13 @@ class Session:
         )
         return k, v
 
-    def _part_bytes(self, layers: Layers, n_rows: int) -> int:
-        total = 0
-        for row in self._row_bytes(layers):
-            total += self.batch * layers.n_layers * (-(-n_rows * row // _ALIGN) * _ALIGN)
-        return total
+    def _part_bytes(self, layers: Layers, n_rows: int, by_head: bool = False) -> int:
+        heads = layers.n_heads if by_head else 1
+        lanes = self.batch * layers.n_layers * heads
+        return sum(
+            lanes * (-(-n_rows * row // heads // _ALIGN) * _ALIGN)
+            for row in self._row_bytes(layers)
+        )
 
     def _state_bytes(self) -> int:
         """Return the bytes of the states of all streams, each in whole lanes."""

@@ -19,6 +19,7 @@ from unimem.system import limits, policy
 from unimem.system.placement import Lock, Placement, PlacementOptions, sum_placements
 from unimem.weights import residency
 from unimem.weights.files import ModelFile
+from unimem.weights.large_folios import read_anew
 from unimem.weights.loading import (
     AccessPattern,
     Load,
@@ -678,5 +679,7 @@ def warm_where_it_fits(weights: Weights, threads: int, progress: Progress | None
     """Bring a mapped model into RAM; if it cannot stay there, warn instead."""
     try:
         weights.warm(threads, progress)
+        if read_anew(weights):
+            weights.warm(threads)
     except CapacityError as error:
         policy.warn(f"what cannot stay in RAM is read from the disk for every token: {error}")

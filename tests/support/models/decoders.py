@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -66,11 +66,21 @@ def append_foreign(decoder: Decoder, n: int) -> None:
         kv.append(layer, rows, rows)
 
 
+class Computation(NamedTuple):
+    """The arguments of `ggml.compute_address`."""
+
+    graph: int
+    plan: int
+    n_threads: int
+    is_over: int | None
+    deadline: int
+
+
 @contextmanager
 def computing_by(
-    decoder: Decoder, compute: Callable[[Callable[[], int], int], int]
+    decoder: Decoder, compute: Callable[[Callable[[], int], Computation], int]
 ) -> Iterator[None]:
-    """Have it compute by a function, which gets the true computation and the graph's address.
+    """Have it compute by a function, which gets the true computation and its arguments.
 
     The function returns the status. Its exceptions are lost.
     """
@@ -79,7 +89,7 @@ def computing_by(
     pointer = ctypes.c_void_p
     kind = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, ctypes.c_int, pointer, pointer)
     call = kind(address)
-    ours = kind(lambda *given: compute(lambda: call(*given), given[0]))
+    ours = kind(lambda *given: compute(lambda: call(*given), Computation(*given)))
     forward.compute_address = ctypes.cast(ours, ctypes.c_void_p).value or 0
     try:
         yield
@@ -95,7 +105,7 @@ def interrupted(
     interrupt = ctypes.cast(ctypes.pythonapi.PyErr_SetInterrupt, ctypes.c_void_p).value or 0
     calls = count(2)
 
-    def compute(call: Callable[[], int], _graph: int) -> int:
+    def compute(call: Callable[[], int], _given: Computation) -> int:
         if next(calls) == n:
             decoder._forward.compute_address = interrupt
         return call()
