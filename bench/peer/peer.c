@@ -7,7 +7,7 @@
 #include "gguf.h"
 #include "llama.h"
 
-/* As `Options` in bench/unimem_bench/llama_cpp.py. A negative number leaves llama.cpp's default. */
+/* As `PeerOptions` in bench/unimem_bench/llama_cpp.py; a negative number is llama.cpp's default. */
 struct peer_options {
     int32_t repack;    /* weights that its CPU backend multiplies faster in another order */
     int32_t load_mode; /* llama_load_mode */

@@ -57,19 +57,19 @@ class Flags:
         return ", ".join(words) or "defaults"
 
 
-class Options(ctypes.Structure):
+class PeerOptions(ctypes.Structure):
     """`peer_options` of bench/peer/peer.c."""
 
     _fields_ = tuple((name, c_int32) for name in _OPTIONS)
 
 
-def options(flags: Flags, **others: int | bool | None) -> Options:
-    """Return flags and other members of `Options`; what is missing or None is llama.cpp's."""
+def options(flags: Flags, **others: int | bool | None) -> PeerOptions:
+    """Return flags and other members of `PeerOptions`; what is missing or None is llama.cpp's."""
     mode = None if flags.load_mode is None else LOAD_MODES[flags.load_mode]
     given = {"repack": flags.repack, "load_mode": mode, "flash": flags.flash}
     given |= {"n_ubatch": flags.ubatch, **others}
     values = (given.get(name) for name in _OPTIONS)
-    return Options(*(DEFAULT if value is None else int(value) for value in values))
+    return PeerOptions(*(DEFAULT if value is None else int(value) for value in values))
 
 
 class _Feature(ctypes.Structure):
@@ -87,8 +87,8 @@ class Library:
         sizes: tuple[Any, ...] = (c_void_p, c_void_p, c_size_t, c_int32)
         for name, result, *arguments in (
             ("peer_options_nbytes", c_size_t),
-            ("peer_load", c_void_p, c_char_p, POINTER(Options)),
-            ("peer_begin", c_void_p, c_void_p, POINTER(Options)),
+            ("peer_load", c_void_p, c_char_p, POINTER(PeerOptions)),
+            ("peer_begin", c_void_p, c_void_p, POINTER(PeerOptions)),
             ("peer_decode", c_int, c_void_p, c_void_p, c_int32),
             ("peer_quantize", c_int, c_char_p, c_char_p, c_int32, c_int32),
             ("peer_gguf", c_void_p, c_char_p),
@@ -112,7 +112,7 @@ class Library:
         ):
             function = getattr(c, name)
             function.restype, function.argtypes = result, arguments
-        if c.peer_options_nbytes() != ctypes.sizeof(Options):
+        if c.peer_options_nbytes() != ctypes.sizeof(PeerOptions):
             raise OSError(f"{path} is not built from this version of bench/peer/peer.c")
         if not is_loud:
             self._silence = _LOG(lambda level, text, data: None)
@@ -138,10 +138,10 @@ class Library:
             raise RuntimeError(f"llama.cpp cannot quantize {source}")
 
 
-class Model:
+class PeerModel:
     """A model of llama.cpp; RuntimeError if it cannot be loaded."""
 
-    def __init__(self, library: Library, path: str, given: Options) -> None:
+    def __init__(self, library: Library, path: str, given: PeerOptions) -> None:
         self.library = library
         self.address = library.c.peer_load(path.encode(), ctypes.byref(given))
         if not self.address:
@@ -157,7 +157,7 @@ class Model:
 class Conversation:
     """A context of a model, with one sequence; RuntimeError if there is no room for it."""
 
-    def __init__(self, model: Model, given: Options) -> None:
+    def __init__(self, model: PeerModel, given: PeerOptions) -> None:
         self._model, self._c = model, model.library.c
         self.address = self._c.peer_begin(model.address, ctypes.byref(given))
         if not self.address:

@@ -10,7 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from unimem_bench.llama_cpp import KV_TYPES, Conversation, Flags, Library, Model, options, state_of
+from unimem_bench.llama_cpp import (
+    KV_TYPES,
+    Conversation,
+    Flags,
+    Library,
+    PeerModel,
+    options,
+    state_of,
+)
 from unimem_bench.side_server import FIRST, Logits, serve
 
 
@@ -33,7 +41,7 @@ class LlamaCpp:
         start = time.perf_counter()
         kv = KV_TYPES[kv_dtype]
         given = options(Flags(**flags), n_ctx=ctx, n_threads=threads, type_k=kv, type_v=kv)
-        self._context = Conversation(Model(self._library, model, given), given)
+        self._context = Conversation(PeerModel(self._library, model, given), given)
         self._start_s = time.perf_counter() - start
         self._flags = str(Flags(**flags))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import time
 
-from unimem_bench.llama_cpp import Flags, Library, Model, options
+from unimem_bench.llama_cpp import Flags, Library, PeerModel, options
 
 
 def main() -> None:
@@ -19,7 +19,7 @@ def main() -> None:
     library, path = sys.argv[1:]
     loaded = Library(library)
     start = time.perf_counter()
-    model = Model(loaded, path, options(Flags(repack=False, load_mode="mmap")))
+    model = PeerModel(loaded, path, options(Flags(repack=False, load_mode="mmap")))
     seconds = time.perf_counter() - start
     sys.stdout.write(f"{seconds}\n")
     sys.stdout.flush()

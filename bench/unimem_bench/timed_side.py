@@ -75,7 +75,7 @@ class TimedLlamaCpp:
         wanted = api.Flags(**flags)
         start = time.perf_counter()
         given = api.options(wanted, n_ctx=ctx, n_threads=threads)
-        self._context = api.Conversation(api.Model(api.Library(library), model, given), given)
+        self._context = api.Conversation(api.PeerModel(api.Library(library), model, given), given)
         self.start_s = time.perf_counter() - start
         self.load = str(wanted)
 

@@ -14,7 +14,15 @@ from unimem.engine import embedded_model
 from unimem_bench import llama_build, llama_flags
 from unimem_bench.decoders import DecoderProcess, SideError
 from unimem_bench.llama_build import NoPeer
-from unimem_bench.llama_cpp import DEFAULT, Conversation, Flags, Library, Model, options, state_of
+from unimem_bench.llama_cpp import (
+    DEFAULT,
+    Conversation,
+    Flags,
+    Library,
+    PeerModel,
+    options,
+    state_of,
+)
 
 Patch = pytest.MonkeyPatch
 PROMPT = [1, 5, 9]
@@ -271,7 +279,7 @@ def test_both_go_on_behind_the_same_invented_tokens(
 def test_a_conversation_forgets_and_is_restored(tmp_path: Path) -> None:
     library = Library(llama_library())
     given = options(Flags(repack=False), n_ctx=64, n_threads=1)
-    model = Model(library, str(embedded_model()), given)
+    model = PeerModel(library, str(embedded_model()), given)
     talk = Conversation(model, given)
     first = talk.decode(PROMPT).copy()
     kept = talk.state()
@@ -287,7 +295,7 @@ def test_a_conversation_forgets_and_is_restored(tmp_path: Path) -> None:
     talk.close()
     model.close()
     with pytest.raises(RuntimeError, match=r"llama.cpp cannot load .*no.gguf"):
-        Model(library, str(tmp_path / "no.gguf"), given)
+        PeerModel(library, str(tmp_path / "no.gguf"), given)
     quantized = str(tmp_path / "q.gguf")
     with pytest.raises(RuntimeError, match="cannot quantize"):
         library.quantize(str(tmp_path / "no.gguf"), quantized, 7)
