@@ -227,15 +227,18 @@ def _report(pids: list[int], facts: Facts, say: Callable[[str], None]) -> None:
 
 
 def _compare_starts(model: Path, rounds: int, facts: Facts, say: Callable[[str], None]) -> None:
+    from support.models import llama_cpp
+
     say(f"5. Starting llama.cpp on each, {rounds} times in turn, until the model is loaded")
     assert facts.staged is not None
     paths = {"file": str(model), "staged": facts.staged.path}
+    command = [sys.executable, str(llama_cpp.__file__), "start"]
     facts.seconds = {name: [] for name in paths}
     with um.open_weights(model, load="map") as weights:
         weights.warm()
         for _ in range(rounds):
             for name, path in paths.items():
-                facts.seconds[name].append(llama_start(path) / 1e3)
+                facts.seconds[name].append(llama_start(command, path) / 1e3)
         hot = weights.residency()
     facts.cached_bytes = hot.resident_bytes
     lines = [

@@ -21,11 +21,7 @@ class Question(NamedTuple):
 QUESTIONS = (
     Question("How much of a token's time is bookkeeping in Python?", "decode/python-q8_0"),
     Question("Is decode as fast as llama.cpp's?", "decode/decode-q8_0", "llama.cpp"),
-    Question(
-        "And with Q4_K_M weights, which both bring into a faster order?",
-        "decode/decode-q4_k_m",
-        "llama.cpp",
-    ),
+    Question("And with Q4_K_M weights?", "decode/decode-q4_k_m", "llama.cpp"),
     Question(
         "Is a prompt computed as fast, with such weights?", "decode/prefill-q4_k_m", "llama.cpp"
     ),

@@ -13,8 +13,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, Literal, Self
 
@@ -23,10 +24,14 @@ from numpy.typing import NDArray
 
 from unimem.system.placement import Pages
 from unimem.weights.loading import EngineLoad
+from unimem_bench import llama_build
+from unimem_bench.llama_build import NoPeer
+from unimem_bench.llama_cpp import Flags
 
-Kind = Literal["unimem", "llama.cpp", "llama.cpp-mapped"]
+__all__ = ["DecoderProcess", "Kind", "NoPeer", "SideError"]
 
-PEER = Path("build/peer/bin/python")
+Kind = Literal["unimem", "llama.cpp"]
+
 MIN_IDLE_S, MAX_IDLE_SHARE = 0.1, 0.02
 _END_S = 10.0  # that a process has to end when asked
 _TAIL_LINES = 3  # of the errors of a process that died
@@ -36,63 +41,23 @@ class SideError(RuntimeError):
     """The process of a decoder has died, or cannot do what was asked."""
 
 
-class NoPeer(Exception):  # noqa: N818 - it is an answer
-    """There is no llama.cpp to compare with; the text says what to do."""
-
-
-def peer_python() -> str:
-    """Return the Python that has llama-cpp-python; NoPeer if it does not exist.
-
-    ``UNIMEM_PEER_PYTHON`` names it; otherwise it is build/peer/bin/python in the current folder,
-    where ``tools/bench_peer.sh`` puts it.
-    """
-    named = os.environ.get("UNIMEM_PEER_PYTHON")
-    path = Path(named or PEER)
-    if not path.exists():
-        where = f"UNIMEM_PEER_PYTHON names {path}" if named else f"{path}"
-        raise NoPeer(
-            f"{where}, which is not there: build llama-cpp-python from source with 'make "
-            "bench-peer', or name a Python that has it with UNIMEM_PEER_PYTHON"
-        )
-    return str(path.absolute())  # which may be a link of a virtual environment
-
-
-def different_builds(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
-    """Say how two copies of ggml differ, given the `facts` of their processes.
-
-    None if they do not differ; if they do, their speeds cannot be compared.
-    """
-    a, b = ours["features"], theirs["features"]
-    different = [
-        f"{name} {a.get(name, '0')} in unimem's and {b.get(name, '0')} in its"
-        for name in sorted({*a, *b})
-        if a.get(name, "0") != b.get(name, "0")
-    ]
-    if not different:
-        return None
-    return (
-        f"its ggml is built for another CPU than unimem's: {', '.join(different)}. Build it on "
-        "this machine with 'tools/bench_peer.sh'"
-    )
-
-
 class DecoderProcess:
     """A decoder in a process of its own, with one conversation.
 
     It computes on the CPUs that this process may use at that moment, with threads bound to cores,
     and ends with `close` or with this process. ``threads=None`` leaves the number to unimem's
-    decoder. ``llama.cpp`` has its defaults, and repacks weights for which it has kernels;
-    ``llama.cpp-mapped`` has repacking switched off. `python` is the interpreter; the default is
-    this one, or `peer_python` for llama.cpp. `images` is a folder for repacked images, none by
-    default. `watch` is called with the process's number before the model is opened. `pages`,
-    `numa`, `load`, `kv_dtype` and `window` are options of ``unimem run``. SideError if the decoder
-    cannot start, NoPeer if there is no Python for llama.cpp.
+    decoder. llama.cpp is the `library`, by default `llama_build.library`, and works as `flags` say.
+    `python` is the interpreter, by default this one. `images` is a folder for repacked images, none
+    by default. `watch` is called with the process's number before the model is opened. `pages`,
+    `numa`, `load` and `window` are options of ``unimem run``, and so is `kv_dtype`, which llama.cpp
+    has as well. SideError if the decoder cannot start, NoPeer if llama.cpp is not built.
 
     `facts` has ``start_s`` (seconds from the path to a decoder that is ready), ``ggml`` and
     ``features`` (its version, and what it was compiled for), ``peak_rss_bytes`` and
     ``anonymous_bytes`` of the process once ready. For unimem it also has ``load``, ``image`` (the
     repacked image that weights came from, or None), ``granted`` (the fields of `unimem.Placement`
-    for "weights", "repacked", "kv" and "scratch") and ``warnings``.
+    for "weights", "repacked", "kv" and "scratch") and ``warnings``; for llama.cpp, ``llama_cpp``
+    (its version) and ``flags``.
 
     >>> from unimem.engine import embedded_model
     >>> with DecoderProcess(embedded_model(), threads=1, ctx=64) as decoder:
@@ -116,26 +81,29 @@ class DecoderProcess:
         load: EngineLoad = "auto",
         kv_dtype: str = "f16",
         window: int | None = None,
+        library: Path | None = None,
+        flags: Flags = Flags(),  # noqa: B008 - it is frozen
     ) -> None:
-        self.kind = kind
+        self.kind, self.flags = kind, flags
         self._ctx = ctx
         self._prompt: list[int] = []
         self._length = 0
         self._idle_s = self._idle_cpu_s = 0.0
         options: dict[str, Any] = {"model": os.fspath(model), "ctx": ctx, "threads": threads}
+        options["kv_dtype"] = kv_dtype
         if kind == "unimem":
-            options |= {"pages": pages, "numa": numa, "load": load}
-            options |= {"kv_dtype": kv_dtype, "window": window}
-            # -P: nothing is imported from the current folder.
-            command = [python or sys.executable, "-P", "-m", "unimem_bench.unimem_side"]
+            options |= {"pages": pages, "numa": numa, "load": load, "window": window}
         else:
-            options["repack"] = kind == "llama.cpp"
-            script = Path(__file__).with_name("llama_cpp_side.py")
-            command = [python or peer_python(), str(script)]
+            options |= {"library": str(library or llama_build.library()), "flags": asdict(flags)}
+        name = "unimem_side" if kind == "unimem" else "llama_cpp_side"
+        # -P: nothing is imported from the current folder.
+        command = [python or sys.executable, "-P", "-m", f"unimem_bench.{name}"]
         # Unbound threads may share one core.
         bound = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}
         if threads is not None:
             bound["OMP_NUM_THREADS"] = str(threads)
+        if kind != "unimem":
+            bound |= flags.environment()
         # The user's own images are neither used nor changed.
         kept = {"UNIMEM_CACHE": os.fspath(images or "off"), "UNIMEM_CACHE_BYTES": "1t"}
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
@@ -185,6 +153,16 @@ class DecoderProcess:
         answer = self._ask("greedy", tokens=self._prompt, n=n)
         return np.frombuffer(base64.b64decode(answer["logits"]), np.float32), answer["tokens"]
 
+    def fill(self, n: int, rows: Path) -> NDArray[np.float32]:
+        """Start a new conversation with `n` invented tokens in the cache, and one behind them.
+
+        unimem's side writes their keys and values to `rows`, and llama.cpp's reads them there.
+        Returns the logits after the last token.
+        """
+        self._prompt, self._length = [], n + 1
+        answer = self._ask("fill", n=n, rows=str(rows))
+        return np.frombuffer(base64.b64decode(answer["logits"]), np.float32)
+
     def require_idle(self) -> None:
         """Check that the process slept while it waited.
 
@@ -198,6 +176,8 @@ class DecoderProcess:
 
     def _decode(self, n: int) -> dict[str, Any]:
         if self._length + n > self._ctx:
+            if not self._prompt:
+                raise SideError(f"the {self.kind} side has no room behind {self._length} tokens")
             self.prefill(self._prompt)
         self._length += n
         return self._ask("decode", n=n)

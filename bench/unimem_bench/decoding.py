@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import unimem as um
-from unimem_bench import decoders, models, plain, states
+from unimem_bench import llama_build, models, plain, states
 from unimem_bench.decoders import DecoderProcess, NoPeer, SideError
-from unimem_bench.decoders import Kind as DecoderKind
+from unimem_bench.llama_build import Variant
+from unimem_bench.llama_cpp import Flags
+from unimem_bench.llama_flags import Phase, best_flags
 from unimem_bench.rounds import Side
 from unimem_bench.states import heat, read_through
-from unimem_bench.suite import Measure
+from unimem_bench.suite import Measure, NotMeasured
 
 N_CTX = 512
 N_DECODE = 8  # tokens in one measurement
@@ -26,7 +28,8 @@ PROMPT = LONG_PROMPT[:128]
 SHAPE, QUICK_SHAPE = "1.1b", "110m"
 READ_BANDWIDTH = "read bandwidth"
 ROOM_BYTES = 1 << 30  # for other memory, and for the machine
-PEERS: tuple[DecoderKind, ...] = ("llama.cpp-mapped", "llama.cpp")
+# llama.cpp at its best, with its defaults, and with its defaults as wheels are built.
+BEST, DEFAULTS, WHEEL = PEERS = "llama.cpp", "llama.cpp, defaults", "llama.cpp, as in wheels"
 # Kinds of weights that ggml multiplies faster in another order on every x86 with AVX2.
 REPACKED: frozenset[models.Kind] = frozenset({"q4_0", "q4_k_m"})
 NOT_REPACKED = "no tensor of this model has another order on this CPU"
@@ -41,34 +44,79 @@ def model(measure: Measure, kind: models.Kind) -> Path:
     return path
 
 
-def prepared(measure: Measure, kind: models.Kind, n_copies: int) -> tuple[Path, list[int]]:
-    """Return the model, in the page cache in a known state, and the CPUs that compute."""
-    cpus = measure.pin(None)
+def prepared(
+    measure: Measure, kind: models.Kind, n_copies: int, n_threads: int | None = None
+) -> tuple[Path, list[int]]:
+    """Return the model, in the page cache in large folios, and the CPUs that compute."""
+    cpus = measure.pin(n_threads)
     path = model(measure, kind)
     require_room(n_copies, path)
     measure.fact("share_in_huge_pages", heat(path))
     return path, cpus
 
 
-def start_peer(
-    measure: Measure, kind: DecoderKind, path: Path, ours: Mapping[str, Any], **options: Any
-) -> DecoderProcess | None:
-    """Start a decoder of llama.cpp, or leave it out if it cannot be compared with ours.
+def llama_cpp(measure: Measure, variant: Variant = "native") -> Path:
+    """Return the library of llama.cpp, built now if the case may do so; else NoPeer."""
+    library = llama_build.library(variant, build=measure.builds)
+    measure.fact(f"llama.cpp, {variant} build", llama_build.facts(library))
+    return library
 
-    `ours` is the `facts` of a decoder of unimem; the other arguments are those of `DecoderProcess`.
+
+def require_llama_cpp(measure: Measure, *peers: str) -> Path:
+    """Return the library of llama.cpp; NotMeasured without it, and `peers` are left out."""
+    try:
+        return llama_cpp(measure)
+    except NoPeer as reason:
+        for peer in peers:
+            measure.leave_out(peer, str(reason))
+        raise NotMeasured(f"wants llama.cpp: {reason}") from None
+
+
+class Peer(NamedTuple):
+    """A build of llama.cpp, and how it works."""
+
+    library: Path
+    flags: Flags
+
+
+def peers(measure: Measure, path: Path, phase: Phase) -> dict[str, Peer]:
+    """Return the peers of a case, by name; those that cannot be had are left out.
+
+    With its best flags, which are measured if they are not known, llama.cpp is `BEST`. A quick run
+    does without `WHEEL`.
+    """
+    prompt = PROMPT if measure.quick else LONG_PROMPT
+    try:
+        library = llama_cpp(measure)
+        best = best_flags(measure.folder, path, library, prompt, measure.cpus)[phase]
+    except (NoPeer, SideError) as reason:
+        for name in PEERS:
+            measure.leave_out(name, str(reason))
+        return {}
+    measure.fact("flags_tried", best.tried)
+    found = {BEST: Peer(library, best.flags), DEFAULTS: Peer(library, Flags())}
+    try:
+        if measure.quick:
+            raise NoPeer("a quick run does without it")
+        found[WHEEL] = Peer(llama_cpp(measure, "portable"), Flags())
+    except NoPeer as reason:
+        measure.leave_out(WHEEL, str(reason))
+    return found
+
+
+def start_peer(
+    measure: Measure, name: str, path: Path, peer: Peer, **options: Any
+) -> DecoderProcess | None:
+    """Start a decoder of llama.cpp, or leave it out if it does not start.
+
+    The other arguments are those of `DecoderProcess`.
     """
     read_through(path)  # repacking drops weights from the page cache
     try:
-        process = DecoderProcess(path, kind=kind, python=decoders.peer_python(), **options)
-    except (NoPeer, SideError) as error:
-        measure.leave_out(kind, str(error))
+        return DecoderProcess(path, kind="llama.cpp", **peer._asdict(), **options)
+    except SideError as error:
+        measure.leave_out(name, str(error))
         return None
-    different = decoders.different_builds(ours, process.facts)
-    if different is None:
-        return process
-    process.close()
-    measure.leave_out(kind, different)
-    return None
 
 
 def compare(

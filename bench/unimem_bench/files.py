@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from typing import NamedTuple
 UINT32, INT32, FLOAT32, STRING, ARRAY = 4, 5, 6, 8, 9
 FLOAT16, Q8_0 = 1, 8
 ALIGNMENT = 64
+PIECE_BYTES = 64 << 10  # of a file that is written like a download
 
 
 class TensorEntry(NamedTuple):
@@ -78,3 +80,17 @@ def gguf_header(metadata: Sequence[bytes], tensors: Sequence[TensorEntry]) -> by
         offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
     header = b"".join([b"GGUF", count, *pieces])
     return header + bytes(-len(header) % ALIGNMENT)
+
+
+@contextmanager
+def downloaded(model: Path, label: str = "written") -> Iterator[Path]:
+    """Yield a copy that was written in small pieces, and is in the page cache as that left it."""
+    path = model.with_stem(f"{model.stem}-{os.getpid()}-{label}")
+    try:
+        with open(model, "rb", buffering=0) as source, open(path, "wb", buffering=0) as out:
+            while piece := source.read(PIECE_BYTES):
+                out.write(piece)
+            os.fsync(out.fileno())
+        yield path
+    finally:
+        path.unlink(missing_ok=True)

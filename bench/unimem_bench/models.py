@@ -8,7 +8,7 @@ exact. Such a model writes nonsense.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -21,10 +21,12 @@ from unimem_bench.files import made_once
 from unimem_bench.states import require_room
 from unimem_bench.suite import NotMeasured
 
-Kind = Literal["f16", "q8_0", "q4_0", "q4_k_m"]
+Kind = Literal["f16", "q8_0", "q4_0", "q4_k_m", "q6_k", "mxfp4"]
 
 # The numbers of llama.cpp's llama_ftype.
-KINDS: dict[Kind, int] = {"f16": 1, "q8_0": 7, "q4_0": 2, "q4_k_m": 15}
+KINDS: dict[Kind, int] = {
+    "f16": 1, "q8_0": 7, "q4_0": 2, "q4_k_m": 15, "q6_k": 18, "mxfp4": 38
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class ModelShape:
     ctx: int
     head_dim: int | None = None  # by default `hidden` / `heads`
     tied: bool = False  # whether the output is the embedding's matrix
+    experts: int = 0  # networks of width `inner` a layer
+    used: int = 0  # by a token
 
     @property
     def head(self) -> int:
@@ -65,12 +69,13 @@ SHAPES: dict[str, ModelShape] = {
 
 
 def write_model(folder: Path, shape: str, kind: Kind) -> Path:
-    """Write a model of architecture ``llama`` into a folder, unless it is there.
+    """Write a model, a ``llama`` in general, into a folder, unless it is there.
 
     `shape` is one of `SHAPES`. `kind` is the type of the matrices; ``q4_0`` and ``q4_k_m`` are the
-    mixtures that llama.cpp's quantizer makes. The file appears whole or not at all, and has the
-    same bytes everywhere. ValueError for an unknown shape or kind; NotMeasured if gguf is not
-    installed, or the disk has no room.
+    mixtures that llama.cpp's quantizer makes. ``mxfp4`` is a ``qwen3moe`` of 8 experts of a quarter
+    of the width, of which a token uses 2, and other matrices of Q8_0. The file appears whole or not
+    at all, and has the same bytes everywhere. ValueError for an unknown shape or kind; NotMeasured
+    if gguf is not installed, or the disk has no room.
     """
     for what, known in ((shape, SHAPES), (kind, KINDS)):
         if what not in known:
@@ -78,12 +83,15 @@ def write_model(folder: Path, shape: str, kind: Kind) -> Path:
 
     def write(unfinished: Path) -> None:
         gguf = _gguf()
-        tensors = list(_tensors(gguf, SHAPES[shape], kind))
+        dims = SHAPES[shape]
+        if kind == "mxfp4":
+            dims = replace(dims, inner=dims.inner // 4, experts=8, used=2)
+        tensors = list(_tensors(gguf, dims, kind))
         require_room(disk=sum(tensor.nbytes for tensor in tensors), folder=folder)
-        writer = gguf.GGUFWriter(unfinished, "llama")
-        add_metadata(writer, SHAPES[shape])
+        writer = gguf.GGUFWriter(unfinished, "qwen3moe" if dims.experts else "llama")
+        add_metadata(writer, dims)
         writer.add_file_type(KINDS[kind])
-        add_tokenizer(writer, SHAPES[shape].vocab)
+        add_tokenizer(writer, dims.vocab)
         for tensor in tensors:
             writer.add_tensor_info(
                 tensor.name, tensor.shape, np.dtype(np.void), tensor.nbytes, tensor.type
@@ -118,6 +126,9 @@ def add_metadata(writer: Any, shape: ModelShape, other: Mapping[str, Any] | None
     }
     if shape.head_dim:
         keys |= {"attention.key_length": shape.head, "attention.value_length": shape.head}
+    if shape.experts:
+        keys |= {"expert_count": shape.experts, "expert_used_count": shape.used}
+        keys["expert_feed_forward_length"] = shape.inner
     add = {
         int: writer.add_uint32,
         float: writer.add_float32,
@@ -166,7 +177,8 @@ def _tensors(gguf: ModuleType, shape: ModelShape, kind: Kind) -> Iterator[_Tenso
     """Yield the tensors of a model in the order of the file."""
     types = gguf.GGMLQuantizationType
     plain = {
-        "f16": types.F16, "q8_0": types.Q8_0, "q4_0": types.Q4_0, "q4_k_m": types.Q4_K
+        "f16": types.F16, "q8_0": types.Q8_0, "q4_0": types.Q4_0, "q4_k_m": types.Q4_K,
+        "q6_k": types.Q6_K, "mxfp4": types.Q8_0,
     }[kind]  # fmt: skip
     # Whether matrices of some layers, and the output, are Q6_K instead.
     some, head = kind == "q4_k_m", kind in ("q4_0", "q4_k_m")
@@ -199,9 +211,22 @@ def _tensors(gguf: ModuleType, shape: ModelShape, kind: Kind) -> Iterator[_Tenso
         # builds of ggml would grow from layer to layer.
         yield matrix(f"blk.{i}.attn_output", hidden, q, 0.3 * q**-0.5)
         yield norm(f"blk.{i}.ffn_norm")
+        down = 0.3 * shape.inner**-0.5
+        if shape.experts:
+            yield tensor(f"blk.{i}.attn_q_norm", (shape.head,), types.F32, 0.1)
+            yield tensor(f"blk.{i}.attn_k_norm", (shape.head,), types.F32, 0.1)
+            yield tensor(f"blk.{i}.ffn_gate_inp", (shape.experts, hidden), types.F32, std)
+            wide, narrow = (
+                (shape.experts, shape.inner, hidden),
+                (shape.experts, hidden, shape.inner),
+            )
+            yield tensor(f"blk.{i}.ffn_gate_exps", wide, types.MXFP4, std)
+            yield tensor(f"blk.{i}.ffn_up_exps", wide, types.MXFP4, std)
+            yield tensor(f"blk.{i}.ffn_down_exps", narrow, types.MXFP4, 3 * down)
+            continue
         yield matrix(f"blk.{i}.ffn_gate", shape.inner, hidden, std)
         yield matrix(f"blk.{i}.ffn_up", shape.inner, hidden, std)
-        yield matrix(f"blk.{i}.ffn_down", hidden, shape.inner, 0.3 * shape.inner**-0.5, q6=q6)
+        yield matrix(f"blk.{i}.ffn_down", hidden, shape.inner, down, q6=q6)
     yield norm("output_norm")
     if not shape.tied:
         yield matrix("output", shape.vocab, hidden, 3 * std, q6=head)
@@ -234,7 +259,8 @@ def _content(bits: np.random.PCG64, tensor: _TensorSpec) -> NDArray[Any]:
     """Return the bytes of a tensor."""
     if tensor.type.name == "F32":
         generator = np.random.Generator(bits)
-        values = 1 + tensor.std * generator.standard_normal(tensor.shape, dtype=np.float32)
+        mean = 1 if len(tensor.shape) == 1 else 0  # of norms
+        values = mean + tensor.std * generator.standard_normal(tensor.shape, dtype=np.float32)
         return values.astype(np.float32)
     raw = bits.random_raw(-(-tensor.nbytes // 8)).view(np.uint8)[: tensor.nbytes]
     if tensor.type.name == "F16":
@@ -243,6 +269,10 @@ def _content(bits: np.random.PCG64, tensor: _TensorSpec) -> NDArray[Any]:
         words = raw.view(np.uint16)
         words &= 0x83FF
         words |= np.uint16(exponent << 10)
+        return raw
+    if tensor.type.name == "MXFP4":
+        # A block is a power of two, whose byte is 128 for 1, and 32 values of deviation 5.85.
+        raw.reshape(-1, 17)[:, 0] = round(np.log2(tensor.std / 5.85)) + 128
         return raw
     block_bytes, scales = _BLOCKS[tensor.type.name]
     blocks = raw.reshape(-1, block_bytes)

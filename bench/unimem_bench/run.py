@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from unimem.system.doctor import doctor
+from unimem_bench import llama_build
 from unimem_bench.record import CaseRecord, Record, SideRecord, SuiteRecord, case_from_dict
 from unimem_bench.suite import Case, Suite
 from unimem_bench.suites import load_suite
@@ -29,7 +30,7 @@ from unimem_bench.suites import load_suite
 # Packages that are measured, or take part in it.
 _PACKAGES = tuple(
     """
-    unimem-llm numpy torch safetensors gguf ggml-python cyllama cupy cupy-cuda12x cupy-cuda13x
+    unimem-llm numpy torch safetensors gguf ggml-python unimem-ggml cupy cupy-cuda12x cupy-cuda13x
     pyperf
 """.split()
 )
@@ -192,4 +193,8 @@ def versions() -> dict[str, str]:
     for name in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
+    with suppress(llama_build.NoPeer):
+        built = llama_build.facts(llama_build.library())
+        found["llama.cpp"] = f"{built['llama_cpp']} with ggml {built['ggml']}"
+        found["llama.cpp's CPU features"] = " ".join(sorted(built["features"]))
     return found

@@ -1,14 +1,11 @@
 """The loop of a process that decodes: requests on standard input, answers, a line of JSON each.
 
-It also runs under the peer's interpreter, beside ``llama_cpp_side.py``, and needs only the standard
-library and NumPy.
+It needs only the standard library and NumPy: a process that measures has one library alone.
 """
 
 from __future__ import annotations
 
 import base64
-import ctypes
-import importlib.util
 import json
 import os
 import sys
@@ -25,6 +22,7 @@ Logits = NDArray[np.float32]
 # OpenMP threads poll for some milliseconds after their work. They must be asleep when the answer
 # lets the other side start.
 SETTLE_S = 0.05
+FIRST = 1  # token behind invented ones
 
 
 class Side(Protocol):
@@ -40,15 +38,25 @@ class Side(Protocol):
     def step(self) -> int:
         """Take the likeliest token, compute the logits after it, and return it."""
 
+    def fill(self, n: int, rows: str) -> Logits:
+        """Start anew with `n` invented tokens in the cache; return the logits after one more.
+
+        `rows` is a file with their keys and values as ggml stores them, layer by layer: all K of a
+        layer, and all V. unimem's side writes it, and the other one reads it.
+        """
+
     def facts(self) -> dict[str, Any]:
-        """Return the facts needed to read the figures, ``start_s`` among them."""
+        """Return the facts needed to read the figures.
+
+        Among them are ``start_s``, ``ggml`` (its version) and ``features`` (of the CPU, for which
+        ggml is built, as it names them; tinyBLAS is "LLAMAFILE").
+        """
 
 
-def serve(open_side: Callable[..., Side], package: str) -> None:
+def serve(open_side: Callable[..., Side]) -> None:
     """Open the side that the command line describes, and answer until standard input ends.
 
-    The only argument of the command line is JSON, the options of `open_side`. `package` has the
-    library's copy of ggml.
+    The only argument of the command line is JSON, the options of `open_side`.
     """
     # A library's own output must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
@@ -61,7 +69,7 @@ def serve(open_side: Callable[..., Side], package: str) -> None:
             request = json.loads(line)
             if side is None:
                 side = open_side(**request)
-                return side.facts() | ggml_facts(package) | memory_facts()
+                return side.facts() | memory_facts()
             return _ACTIONS[request.pop("do")](side, **request)
         except Exception as error:  # any: the answer names it
             return {"error": f"{type(error).__name__}: {error}"}
@@ -101,7 +109,12 @@ def _greedy(side: Side, tokens: list[int], n: int) -> dict[str, Any]:
     return _settled({"logits": logits, "tokens": [side.step() for _ in range(n)]})
 
 
+def _fill(side: Side, n: int, rows: str) -> dict[str, Any]:
+    return _settled({"logits": base64.b64encode(side.fill(n, rows).tobytes()).decode()})
+
+
 _ACTIONS: dict[str, Callable[..., dict[str, Any]]] = {
+    "fill": _fill,
     "prefill": _prefill,
     "decode": _decode,
     "greedy": _greedy,
@@ -111,37 +124,6 @@ _ACTIONS: dict[str, Callable[..., dict[str, Any]]] = {
 def _settled(answer: dict[str, Any]) -> dict[str, Any]:
     time.sleep(SETTLE_S)
     return answer
-
-
-class _Feature(ctypes.Structure):
-    _fields_ = (("name", ctypes.c_char_p), ("value", ctypes.c_char_p))
-
-
-def ggml_facts(package: str) -> dict[str, Any]:
-    """Return the version and the CPU features of the ggml in a package.
-
-    The features are those that this copy was compiled with, as it reports them
-    (``ggml_backend_get_features`` of its CPU backend), tinyBLAS ("LLAMAFILE") among them.
-    """
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        raise ImportError(f"{sys.executable} has no package {package}")
-    library = ctypes.CDLL(str(Path(spec.submodule_search_locations[0], "lib", "libggml-cpu.so")))
-    library.ggml_version.restype = ctypes.c_char_p
-    library.ggml_backend_cpu_reg.restype = ctypes.c_void_p
-    find = library.ggml_backend_reg_get_proc_address
-    find.argtypes, find.restype = [ctypes.c_void_p, ctypes.c_char_p], ctypes.c_void_p
-    registry = library.ggml_backend_cpu_reg()
-    address = find(registry, b"ggml_backend_get_features")
-    if not address:
-        raise RuntimeError(f"the ggml of {package} does not name its features")
-    get = ctypes.CFUNCTYPE(ctypes.POINTER(_Feature), ctypes.c_void_p)(address)
-    features = {}
-    for feature in get(registry):
-        if not feature.name:
-            break
-        features[feature.name.decode()] = feature.value.decode()
-    return {"ggml": library.ggml_version().decode(), "features": features}
 
 
 def memory_facts() -> dict[str, int]:

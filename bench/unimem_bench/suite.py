@@ -76,11 +76,12 @@ class Measure:
 
     `quick` asks for smaller sizes (fewer rounds are taken automatically). `cpus` are those that
     this process is pinned to. `folder` has the files that all passes share; a case makes missing
-    ones.
+    ones. `builds` says whether it may build what it compares with, which takes minutes.
     """
 
-    def __init__(self, case: Case, *, quick: bool, folder: Path) -> None:
+    def __init__(self, case: Case, *, quick: bool, folder: Path, builds: bool = False) -> None:
         self.quick = quick
+        self.builds = builds
         self.folder = folder
         self.cpus: list[int] = []
         self._case = case

@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from unimem_bench import llama_build
+
 # The command `unimem`, wherever it is installed.
 UNIMEM = [sys.executable, "-c", "import sys; from unimem_command import main; sys.exit(main())"]
 
@@ -22,8 +24,11 @@ class TimedProcessError(Exception):
 def command(kind: str, model: str | Path, options: Mapping[str, Any]) -> list[str]:
     """Return the command of a process that decodes with "unimem" or "llama.cpp".
 
-    `options` are those of its class in `unimem_bench.timed_side`.
+    `options` are those of its class in `unimem_bench.timed_side`; llama.cpp is `llama_build`'s.
+    NoPeer if that is not built.
     """
+    if kind == "llama.cpp":
+        options = {"library": str(llama_build.library()), **options}
     script = str(Path(__file__).with_name("timed_side.py"))
     return [sys.executable, "-P", script, kind, str(model), json.dumps(dict(options))]
 

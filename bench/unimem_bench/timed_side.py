@@ -66,39 +66,27 @@ class TimedUnimem:
 
 
 class TimedLlamaCpp:
-    """llama.cpp from the cyllama wheel, with its own load options."""
+    """llama.cpp, as `flags` say, which are those of `unimem_bench.llama_cpp.Flags`."""
 
-    def __init__(self, model: str, *, threads: int = 1, ctx: int = N_CTX, **options: bool) -> None:
-        self._api = api = import_module("cyllama.llama.llama_cpp")
+    def __init__(
+        self, model: str, *, library: str, threads: int = 1, ctx: int = N_CTX, **flags: Any
+    ) -> None:
+        api = import_module("unimem_bench.llama_cpp")
+        wanted = api.Flags(**flags)
         start = time.perf_counter()
-        params = api.LlamaModelParams()
-        params.n_gpu_layers = 0
-        for name, value in options.items():
-            setattr(params, name, value)
-        self._model = api.LlamaModel(model, params)
-        params = api.LlamaContextParams()
-        params.n_ctx, params.n_batch = ctx, N_CTX
-        params.n_threads = params.n_threads_batch = threads
-        params.flash_attn_type = 1  # on, as in unimem
-        self._context = api.LlamaContext(self._model, params)
+        given = api.options(wanted, n_ctx=ctx, n_threads=threads)
+        self._context = api.Conversation(api.PeerModel(api.Library(library), model, given), given)
         self.start_s = time.perf_counter() - start
-        self._length = 0
-        self.load = ", ".join(f"{name}={value}" for name, value in options.items()) or "defaults"
+        self.load = str(wanted)
 
     def begin(self) -> None:
         """As `TimedSide.begin`."""
-        self._context.kv_cache_clear()
-        self._length = 0
-        self._decode(PROMPT)
+        self._context.clear()
+        self._context.decode(PROMPT)
 
     def step(self, token: int) -> None:
         """As `TimedSide.step`."""
-        self._decode([token])
-
-    def _decode(self, tokens: list[int]) -> None:
-        if self._context.decode(self._api.llama_batch_get_one(tokens, self._length)):
-            raise RuntimeError("llama.cpp could not decode")
-        self._length += len(tokens)
+        self._context.decode([token])
 
 
 def measure(side: TimedSide, n: int, seconds: float) -> dict[str, Any]:

@@ -11,12 +11,15 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, cast
 
+import numpy as np
+
 import unimem as um
 from unimem.accounting.report import Report
+from unimem.backends import ggml_orders
 from unimem.engine import Decoder
 from unimem.system.placement import Placement, sum_placements
 from unimem.weights.opened import warm_where_it_fits
-from unimem_bench.side_server import Logits, serve
+from unimem_bench.side_server import FIRST, Logits, serve
 
 
 class Unimem:
@@ -56,12 +59,30 @@ class Unimem:
         self._decoder.reset()
         return cast(Logits, self._decoder.prefill(tokens))
 
+    def fill(self, n: int, rows: str) -> Logits:
+        """As `Side.fill`, with keys and values of a deviation of 1."""
+        decoder, rng = self._decoder, np.random.default_rng(n)
+        decoder.reset()
+        kv = decoder.kv
+        with open(rows, "wb") as file:
+            for layer in range(kv.n_layers):
+                shape = (2, n, kv.n_kv_heads, kv.head_dim)
+                kv.append(layer, *rng.standard_normal(shape, np.float32).astype(np.float16))
+            for layer in range(kv.n_layers):
+                for part in kv.layer(layer):
+                    np.ascontiguousarray(part[0].swapaxes(0, 1)).tofile(file)
+        decoder._forward.note_ids(0, np.full(n, FIRST, np.int32))
+        return cast(Logits, decoder.prefill([FIRST]))
+
     def facts(self) -> dict[str, Any]:
         """As `Side.facts`, and where the memory is."""
         repacked = self._decoder._memory.repacked
+        build = ggml_orders.build()
         return {
             "start_s": self._start_s,
             "load": self._load,
+            "ggml": build["version"],
+            "features": build["features"],
             "image": None if repacked is None else repacked.image,
             "granted": granted(self._decoder.report()),
             "warnings": self._warnings,
@@ -82,4 +103,4 @@ def granted(report: Report) -> dict[str, dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    serve(Unimem, "ggml")
+    serve(Unimem)

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(case: Case, *, quick: bool, folder: Path) -> CaseRecord:
     """Run a case pinned to one CPU; return its record, with the reason if it is incomplete."""
-    given = Measure(case, quick=quick, folder=folder)
+    given = Measure(case, quick=quick, folder=folder, builds=True)
     try:
         given.pin(1)
         case.run(given)

@@ -20,15 +20,16 @@ import pytest
 
 import unimem as um
 from support.models import llama_cpp
-from support.project.bench_cases import case_of, cases_of, check_case, run_case
+from support.project.bench_cases import case_of, cases_of, check_case, pretend_llama_cpp, run_case
 from support.project.tiers import slow_after
 from unimem.system import limits
-from unimem_bench import decoders, decoding, huge_pages, models, states
-from unimem_bench.decoders import DecoderProcess, NoPeer, SideError, different_builds, peer_python
+from unimem_bench import decoding, huge_pages, models, states
+from unimem_bench.decoders import DecoderProcess, SideError
+from unimem_bench.llama_cpp import Flags
 from unimem_bench.models import ModelShape, write_model
 from unimem_bench.suite import Case, Measure, NotMeasured
 from unimem_bench.suites import decode, pages
-from unimem_bench.suites.decode import MAPPED
+from unimem_bench.suites.decode import MAPPED, REPACKED
 from unimem_bench.suites.pages import SIDES
 
 Patch = pytest.MonkeyPatch
@@ -154,34 +155,26 @@ def test_a_decoder_that_cannot_start_says_why(tmp_path: Path) -> None:
 def test_a_decoder_that_does_not_sleep_is_found(tmp_path: Path) -> None:
     busy = {"seconds": 1.0, "wait_s": 1.0, "wait_cpu_s": 0.5}
     script = fake_python(tmp_path, FACTS, busy)
-    with DecoderProcess("any", threads=1, ctx=64, kind="llama.cpp", python=script) as decoder:
+    peer: Any = {"kind": "llama.cpp", "library": tmp_path}
+    with DecoderProcess("any", threads=1, ctx=64, python=script, **peer) as decoder:
         decoder.require_idle()
         decoder.prefill(PROMPT)
         with pytest.raises(SideError, match=r"the llama\.cpp side used 25% of a CPU while it"):
             decoder.require_idle()
 
 
-def test_builds_that_differ_are_told_apart() -> None:
-    ours = {"features": {"AVX2": "1", "AVX512": "1", "LLAMAFILE": "1"}}
-    assert different_builds(ours, ours) is None
-    theirs = {"features": {"AVX2": "1", "LLAMAFILE": "0"}}
-    sentence = different_builds(ours, theirs)
-    assert sentence is not None
-    assert "AVX512 1 in unimem's and 0 in its, LLAMAFILE 1 in unimem's and 0 in its" in sentence
-
-
-def test_where_the_peer_is(tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("UNIMEM_PEER_PYTHON", raising=False)
-    with pytest.raises(NoPeer, match=r"build/peer/bin/python, which is not there: .*bench-peer"):
-        peer_python()
-    here = tmp_path / "build/peer/bin/python"
-    here.parent.mkdir(parents=True)
-    here.touch()
-    assert peer_python() == str(here)
-    monkeypatch.setenv("UNIMEM_PEER_PYTHON", "/nowhere/python")
-    with pytest.raises(NoPeer, match="UNIMEM_PEER_PYTHON names /nowhere/python"):
-        peer_python()
+@pytest.mark.usefixtures("invented")
+def test_only_the_same_code_must_give_the_same_logits() -> None:
+    ours = InventedDecoder(Path(), load="repack")
+    for flags, is_alike in (
+        (Flags(), True),
+        (Flags(repack=False), False),
+        (Flags(flash=False), False),
+    ):
+        theirs: Any = InventedDecoder(Path(), kind="llama.cpp", flags=flags)
+        assert decode.is_alike(ours, theirs) == is_alike  # type: ignore[arg-type]
+    theirs.facts["features"] = {}
+    assert not decode.is_alike(ours, theirs)  # type: ignore[arg-type]
 
 
 def fake_python(folder: Path, *answers: dict[str, Any], error: str = "") -> str:
@@ -287,11 +280,13 @@ def tiny(monkeypatch: Patch) -> Iterator[None]:
 
 # Cases of Q4_K_M and F16 differ by their file alone, those of 512 tokens by the prompt; in slow
 # ones the same sides do other work.
-LIKE_OTHERS = re.compile("decode/.*(q4_k_m|f16|512)")
-SLOW = re.compile("decode/(prefill-q4_0|.*-q8_0|busy-core|own-.*)|pages/")
+LIKE_OTHERS = re.compile(
+    "decode/.*(q4_k_m$|f16|512|q6_k|q4_0-one|q8_0-.*)|context/.*(one-thread|32k)"
+)
+SLOW = re.compile("decode/(prefill-q4_0|.*-q8_0|.*mxfp4|busy-core|own-.*|.*-.*-)|pages/|context/")
 CASES = [
     pytest.param(*case.values, id=name, marks=[pytest.mark.slow] * bool(SLOW.match(name)))
-    for case in cases_of("decode", "pages")
+    for case in cases_of("decode", "context", "pages")
     if not LIKE_OTHERS.match(name := str(case.id))
 ]
 
@@ -310,8 +305,9 @@ def test_cases(case: Case, folder: Path, monkeypatch: Patch) -> None:
     for name, facts in record.facts.items():
         if name in SIDES and facts["load"] == "repack":
             assert facts["granted"]["repacked"]["pages"] == SIDES[name]
-    if case.name.endswith("-q4_0") and MAPPED not in record.left_out:
-        assert [record.facts[name]["load"] for name in ("unimem", MAPPED)] == ["repack", "map"]
+    for name, load in decode.LOADS.items():
+        if name in record.facts:
+            assert record.facts[name]["load"] == load
 
 
 @pytest.mark.usefixtures("tiny")
@@ -327,16 +323,13 @@ def test_cases_of_one_node(case: Case, folder: Path, monkeypatch: Patch) -> None
 
 
 @pytest.mark.usefixtures("tiny")
-def test_peers_of_other_cpus_are_left_out(folder: Path, tmp_path: Path, monkeypatch: Patch) -> None:
-    other = FACTS | {"features": {"NO_SUCH_FEATURE": "1"}}
-    monkeypatch.setenv("UNIMEM_PEER_PYTHON", fake_python(tmp_path, other))
+def test_without_llama_cpp_all_of_its_sides_are_left_out(folder: Path, monkeypatch: Patch) -> None:
+    pretend_llama_cpp(monkeypatch, is_built=False)
     case = next(case.values[0] for case in cases_of("decode"))
     record = run_case(case, folder, monkeypatch)
     check_case(case, record)
-    assert [side.name for side in record.sides] == ["unimem"]
-    for peer in ("llama.cpp", "llama.cpp-mapped"):
-        assert "NO_SUCH_FEATURE 0 in unimem's and 1 in its" in record.left_out[peer]
-        assert "tools/bench_peer.sh" in record.left_out[peer]
+    assert {side.role for side in record.sides} == {"unimem"}
+    assert dict.fromkeys(decoding.PEERS, "not built").items() <= record.left_out.items()
 
 
 class InventedDecoder:
@@ -349,7 +342,7 @@ class InventedDecoder:
     def __init__(
         self, _: Path, *, kind: str = "unimem", load: str = "auto", **options: Any
     ) -> None:
-        self.kind = kind
+        self.kind, self.flags = kind, options.get("flags", Flags())
         self.log.append(kind if kind != "unimem" else load)
         found = "map" if load == "auto" or (load == "repack" and not self.repacks) else load
         pages = options.get("pages", "auto")
@@ -373,7 +366,8 @@ def invented(tmp_path: Path, monkeypatch: Patch) -> Path:
         monkeypatch.setattr(InventedDecoder, name, value, raising=False)
     for module in (decode, decoding, pages):
         monkeypatch.setattr(module, "DecoderProcess", InventedDecoder)
-    monkeypatch.setattr(decoders, "peer_python", lambda: "python")
+    peer = decoding.Peer(tmp_path, Flags())
+    monkeypatch.setattr(decoding, "peers", lambda *_: dict.fromkeys(decoding.PEERS[:2], peer))
     for module in (states, decoding):
         monkeypatch.setattr(module, "read_through", lambda _: InventedDecoder.log.append("read"))
     monkeypatch.setattr(states, "ready", lambda *_: None)
@@ -385,9 +379,9 @@ def invented(tmp_path: Path, monkeypatch: Patch) -> Path:
 
 @pytest.mark.usefixtures("invented")
 @pytest.mark.parametrize(("kind", "repacks", "started"), slow_after(1, [
-    ("q4_0", True, "repack read map read llama.cpp-mapped read llama.cpp"),
-    ("q4_0", False, "repack read llama.cpp-mapped read llama.cpp"),
-    ("q8_0", True, "auto read llama.cpp-mapped read llama.cpp"),
+    ("q4_0", True, "read auto read repack read copy"),
+    ("q4_0", False, "read auto read repack closed read copy"),
+    ("q8_0", True, "read auto read repack read copy"),
 ]))  # fmt: skip
 def test_each_side_starts_from_a_file_in_the_page_cache(
     kind: models.Kind, repacks: bool, started: str, folder: Path, monkeypatch: Patch
@@ -395,11 +389,12 @@ def test_each_side_starts_from_a_file_in_the_page_cache(
     monkeypatch.setattr(InventedDecoder, "repacks", repacks)
     measure = Measure(case_of(f"decode/decode-{kind}"), quick=True, folder=folder)
     with ExitStack() as stack:
-        sides = decode.start(measure, stack, kind)
-    assert " ".join(InventedDecoder.log) == started
-    assert (MAPPED in sides) == ("map" in started.split())
-    left_out = {MAPPED: f"{decoding.NOT_REPACKED}: unimem maps it"}
-    assert measure.record().left_out == (left_out if kind == "q4_0" and not repacks else {})
+        sides = decode.start(measure, stack, decode.Work(kind), "decode")
+    assert " ".join(InventedDecoder.log) == f"{started} read llama.cpp read llama.cpp"
+    left_out = {MAPPED: "as 'unimem', which chooses it"}
+    left_out |= {} if repacks else {REPACKED: decoding.NOT_REPACKED}
+    assert measure.record().left_out == left_out
+    assert sides.keys() == {"unimem", *decode.LOADS, *decoding.PEERS[:2]} - left_out.keys()
 
 
 @pytest.mark.parametrize(("kind", "repacks", "granted", "refused"), [

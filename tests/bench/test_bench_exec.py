@@ -10,10 +10,17 @@ from typing import Any
 import pytest
 
 import unimem_exec as launch
-from support.project.bench_cases import case_of, cases_of, check_case, run_case, uninstall
+from support.project.bench_cases import (
+    case_of,
+    cases_of,
+    check_case,
+    llama_library,
+    pretend_llama_cpp,
+    run_case,
+)
 from unimem.engine import embedded_model
 from unimem_bench import decoding, states
-from unimem_bench.suite import Case, Measure, NotMeasured
+from unimem_bench.suite import Case, NotMeasured
 from unimem_bench.suites import exec as suite
 from unimem_bench.suites.exec import WITH, WITHOUT
 from unimem_bench.timed import TimedProcess, TimedProcessError
@@ -61,7 +68,7 @@ def test_what_the_cases_make_of_processes(
     tiny: None, monkeypatch: Patch, tmp_path: Path, name: str, expected: dict[str, float]
 ) -> None:
     monkeypatch.setattr(suite, "TimedProcess", Invented)
-    monkeypatch.setattr(Measure, "installed", lambda *_: True)
+    pretend_llama_cpp(monkeypatch, is_built=True)
     record = run_case(case_of(f"exec/{name}"), tmp_path, monkeypatch)
     assert {side.name: side.passes[0][0] for side in record.sides} == pytest.approx(expected)
 
@@ -71,14 +78,14 @@ def test_where_llama_cpp_cannot_be_measured_it_is_said(
 ) -> None:
     case = case_of("exec/llama-decode")
     with monkeypatch.context() as patch:
-        uninstall(patch, "cyllama")
-        with pytest.raises(NotMeasured, match="pip install cyllama"):
+        pretend_llama_cpp(patch, is_built=False)
+        with pytest.raises(NotMeasured, match=r"wants llama\.cpp: not built"):
             run_case(case, tmp_path, patch)
 
     def ends(words: list[str]) -> None:
         raise TimedProcessError("it ended with status 1")
 
-    monkeypatch.setattr(Measure, "installed", lambda *_: True)
+    pretend_llama_cpp(monkeypatch, is_built=True)
     monkeypatch.setattr(suite, "TimedProcess", ends)
     with pytest.raises(NotMeasured, match="does not start here: it ended with status 1"):
         run_case(case, tmp_path, monkeypatch)
@@ -101,7 +108,7 @@ def test_programs_are_measured(name: str, monkeypatch: Patch, tmp_path: Path) ->
 @pytest.mark.slow  # five processes that load llama.cpp
 @pytest.mark.parametrize("case", [c for c in cases_of("exec") if "llama" in str(c.id)])
 def test_llama_cpp(tiny: None, case: Case, monkeypatch: Patch, tmp_path: Path) -> None:
-    pytest.importorskip("cyllama", reason="cyllama (extra test) is the peer: pip install '.[test]'")
+    llama_library()
     record = run_case(case, tmp_path, monkeypatch)
     check_case(case, record)
     assert all(side.passes[0][0] > 0 for side in record.sides)

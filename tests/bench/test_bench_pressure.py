@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import os
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.project import tiers
 from support.project.bench_cases import case_of, run_case
 from unimem.engine import embedded_model
-from unimem_bench import decoding, timed, timed_side
+from unimem_bench import decoding, llama_build, timed, timed_side
+from unimem_bench.llama_build import NoPeer
 from unimem_bench.record import CaseRecord, SideRecord
 from unimem_bench.suite import NotMeasured
 from unimem_bench.suites import load_suite, pressure
@@ -35,7 +37,7 @@ def invented(tmp_path: Path, monkeypatch: Patch) -> Path:
     monkeypatch.setattr(decoding, "model", lambda measure, kind: path)
     monkeypatch.setattr(pressure, "_own_bytes", lambda kind, path, cpus: 500)
     monkeypatch.setattr(pressure, "_noise_file", lambda folder, nbytes: path)
-    monkeypatch.setattr(pressure, "_missing", lambda way: "no exec" if way.is_exec else "")
+    monkeypatch.setattr(pressure, "_missing", lambda _, way: "no exec" if way.is_exec else "")
 
     def measure(m: Any, way: Any, *rest: Any) -> Any:
         if way == WAYS[STAGED]:
@@ -137,7 +139,8 @@ def test_processes_in_a_cgroup(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(decoding, "require_room", lambda n, path: None)
     monkeypatch.setattr(pressure, "N_QUICK_TOKENS", 5)
     ways = {"unimem", COPIED, STAGED, "unimem, mapped"}
-    if importlib.util.find_spec("cyllama") is not None:
+    with suppress(NoPeer):
+        llama_build.library(build=tiers.everything)
         ways |= {EXEC, "llama.cpp, mapped"}
     for name in set(WAYS) - ways:
         monkeypatch.delitem(pressure.WAYS, name)

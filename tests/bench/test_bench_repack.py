@@ -10,8 +10,16 @@ from typing import Any, ClassVar
 import pytest
 
 import unimem as um
-from support.project.bench_cases import case_of, cases_of, check_case, roles, run_case
-from unimem_bench import decoders, decoding, memory, plain, states
+from support.project.bench_cases import (
+    case_of,
+    cases_of,
+    check_case,
+    pretend_llama_cpp,
+    roles,
+    run_case,
+)
+from unimem_bench import decoding, memory, plain, states
+from unimem_bench.llama_cpp import Flags
 from unimem_bench.memory import PeakMemory, private_bytes, pss_bytes
 from unimem_bench.suite import Case, NotMeasured
 from unimem_bench.suites import repack
@@ -43,12 +51,15 @@ class InventedProcess:
         load: str = "auto",
         images: Path | None = None,
         watch: Callable[[int], object] = lambda pid: None,
+        flags: Flags | None = None,
         **options: Any,
     ) -> None:
         assert options == {"threads": 1, "ctx": decoding.N_CTX}
         beside = Path(path).with_name(IMAGE)
         kept = list(images.iterdir()) if images else []
-        image, source = None, kind if kind != "unimem" else load
+        image, source = None, load
+        if flags is not None:
+            source = kind if flags == Flags() else f"{kind}-mapped"
         if load == "repack" and beside.exists():
             image, source = beside, "staged"
         elif load == "repack" and kept:
@@ -113,9 +124,9 @@ def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
     monkeypatch.setattr(InventedStage, "caches", [], raising=False)
     for module in (repack, decoding):
         monkeypatch.setattr(module, "DecoderProcess", InventedProcess)
-    monkeypatch.setattr(decoders, "peer_python", lambda: "python")
-    monkeypatch.setattr(decoding, "start_peer", lambda _, kind, path, __, **options: (
-        InventedProcess(path, kind=kind, **options)
+    pretend_llama_cpp(monkeypatch, is_built=True)
+    monkeypatch.setattr(decoding, "start_peer", lambda _, name, path, peer, **options: (
+        InventedProcess(path, kind="llama.cpp", flags=peer.flags, **options)
     ))  # fmt: skip
     monkeypatch.setattr(decoding, "prepared", lambda *_: (path, [0]))
     monkeypatch.setattr(um, "stage", InventedStage)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.project.bench_cases import case_of, cases_of, check_case, run_case, uninstall
+from support.project.bench_cases import case_of, cases_of, check_case, pretend_llama_cpp, run_case
 from unimem_bench import rounds, states, stats, suites
 from unimem_bench.suite import Case, Measure, NotMeasured, Suite
 from unimem_bench.suites import scaling
@@ -43,12 +43,12 @@ def test_sizes_span_four_decades(quick: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("few_sizes")
-def test_ggml_is_left_out_where_it_is_not_installed(tmp_path: Path, monkeypatch: Patch) -> None:
-    uninstall(monkeypatch, "ggml")
+def test_ggml_is_left_out_where_it_is_not_built(tmp_path: Path, monkeypatch: Patch) -> None:
+    pretend_llama_cpp(monkeypatch, is_built=False)
     case = case_of("scaling/open-data")
     record = run_case(case, tmp_path, monkeypatch)
     check_case(case, record)
-    assert record.left_out == {"ggml": "ggml is not installed"}
+    assert record.left_out == {"ggml": "not built"}
 
 
 def test_what_does_not_fit_or_write_is_found_out(tmp_path: Path, monkeypatch: Patch) -> None:

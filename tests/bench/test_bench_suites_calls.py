@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 
 import unimem as um
-from support.project.bench_cases import case_of, cases_of, check_case, roles, run_case, uninstall
+from support.project.bench_cases import (
+    case_of,
+    cases_of,
+    check_case,
+    pretend_llama_cpp,
+    roles,
+    run_case,
+    uninstall,
+)
 from unimem._core.ledger import entries
 from unimem.engine import Decoder, embedded_model
 from unimem.system import limits
@@ -131,14 +139,15 @@ def test_a_file_is_made_once_and_whole(tmp_path: Path) -> None:
 
 
 def test_a_header_opens_without_its_peers(folder: Path, monkeypatch: Patch) -> None:
-    uninstall(monkeypatch, "ggml", "gguf")
-    for name, peer, package in (
-        ("gguf/open", "ggml", "ggml"),
-        ("gguf/open, strings decoded", "gguf-py", "gguf"),
+    uninstall(monkeypatch, "gguf")
+    pretend_llama_cpp(monkeypatch, is_built=False)
+    for name, peer, reason in (
+        ("gguf/open", "ggml", "not built"),
+        ("gguf/open, strings decoded", "gguf-py", "gguf is not installed"),
     ):
         record = run_case(case_of(name), folder, monkeypatch)
         assert roles(record)["peer"] == []
-        assert record.left_out == {peer: f"{package} is not installed"}
+        assert record.left_out == {peer: reason}
 
 
 def test_different_strings_are_no_result(folder: Path, monkeypatch: Patch) -> None:

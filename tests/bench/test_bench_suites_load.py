@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 
 import unimem as um
-from support.project.bench_cases import case_of, cases_of, check_case, run_case, uninstall
+from support.project.bench_cases import (
+    case_of,
+    cases_of,
+    check_case,
+    llama_library,
+    pretend_llama_cpp,
+    run_case,
+    uninstall,
+)
 from support.project.tiers import slow_after
 from unimem_bench import plain, weight_files
 from unimem_bench.suite import Case, Measure, NotMeasured
@@ -125,8 +133,8 @@ def test_without_safetensors_the_rest_is_measured(folder: Path, monkeypatch: Pat
 
 @pytest.mark.usefixtures("small_files")
 def test_without_llama_cpp_nothing_is_staged(folder: Path, monkeypatch: Patch) -> None:
-    uninstall(monkeypatch, "cyllama")
-    with pytest.raises(NotMeasured, match=r"wants llama\.cpp, which is not installed"):
+    pretend_llama_cpp(monkeypatch, is_built=False)
+    with pytest.raises(NotMeasured, match=r"wants llama\.cpp: not built"):
         run_case(case_of("load/staged"), folder, monkeypatch)
 
 
@@ -142,7 +150,7 @@ def test_what_c_cannot_do_here_is_left_out(folder: Path, monkeypatch: Patch) -> 
 
 
 def test_what_is_no_model_is_an_error_of_llama_cpp(tmp_path: Path) -> None:
-    pytest.importorskip("cyllama", reason="starts llama.cpp: pip install cyllama")
+    command = load.llama_command(llama_library())
     (tmp_path / "no.gguf").write_bytes(b"none")
     with pytest.raises(RuntimeError, match=r"llama\.cpp could not load .*no\.gguf"):
-        load.llama_start(tmp_path / "no.gguf")
+        load.llama_start(command, tmp_path / "no.gguf")

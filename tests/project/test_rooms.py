@@ -39,7 +39,8 @@ BENCH_FLOORS = (
     {"rounds", "suite"},
     {"states", "huge_pages", "models", "weight_files", "buffer_instances", "kv_sides", "kv_rings"}
     | {"side_server", "unimem_side", "llama_cpp_side", "llama_start", "decoders", "decoding"}
-    | {"memory", "cgroup", "timed", "timed_side", "kv_quants"},
+    | {"memory", "cgroup", "timed", "timed_side", "kv_quants"}
+    | {"llama_build", "llama_cpp", "llama_flags"},
     {"suites"},
     {"worker", "run", "advise"},
     {"texts", "tables", "answers", "markdown", "compare", "plots", "page"},

@@ -9,7 +9,7 @@ from unimem_bench.suite import Suite
 # In the order in which they run.
 NAMES = tuple(
     """
-    calls accounting gguf buffers scaling verify first-touch kv snapshot load decode runtime
+    calls accounting gguf buffers scaling verify first-touch kv snapshot load decode context runtime
     pages repack exec pressure store remote transformers numa gpu
 """.split()
 )

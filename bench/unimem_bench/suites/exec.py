@@ -82,8 +82,7 @@ def start(measure: Measure) -> None:
 
 def _prepared(measure: Measure) -> Path:
     """Return the model, in the page cache in a known state; the case has all cores from now on."""
-    if not measure.installed("cyllama", WITHOUT):
-        raise NotMeasured("wants llama.cpp, which is not installed: pip install cyllama")
+    decoding.require_llama_cpp(measure, WITHOUT)
     measure.pin(None)
     path = decoding.model(measure, KIND)
     decoding.require_room(3, path)

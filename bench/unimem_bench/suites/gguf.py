@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 
 import unimem as um
-from unimem_bench import files
+from unimem_bench import decoding, files
 from unimem_bench.files import TensorEntry
+from unimem_bench.llama_build import NoPeer
+from unimem_bench.llama_cpp import Library
 from unimem_bench.rounds import Side
 from unimem_bench.suite import Measure, Suite, costs, faster
 
@@ -45,8 +47,8 @@ def open_header(measure: Measure) -> None:
     """
     path = vocabulary(measure, 1)
     peers = {}
-    if measure.installed("ggml"):
-        peers["ggml"] = timed(*of_ggml(path))
+    if (pair := of_ggml(measure, path)) is not None:
+        peers["ggml"] = timed(*pair)
     ours = {"unimem": timed(lambda: um.open_weights(path), um.Weights.close)}
     limits = {
         NEW_MEMORY: timed(lambda: read_to_new_pages(path), mmap.mmap.close),
@@ -103,19 +105,26 @@ def timed(open_it: Callable[[], Any], close_it: Callable[[Any], object]) -> Side
     return run
 
 
-def of_ggml(path: Path) -> tuple[Callable[[], Any], Callable[[Any], object]]:
-    """Return functions that open a file with ``gguf_init_from_file``, and close it."""
-    import ggml
+def of_ggml(
+    measure: Measure, path: Path
+) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
+    """Return functions that open a file with ``gguf_init_from_file``, and close it.
 
-    parameters = ggml.gguf_init_params(no_alloc=True, ctx=None)
+    ggml is that of llama.cpp; without it, None, and ``ggml`` is left out.
+    """
+    try:
+        library = Library(decoding.llama_cpp(measure))
+    except NoPeer as reason:
+        measure.leave_out("ggml", str(reason))
+        return None
 
     def open_it() -> Any:
-        context = ggml.gguf_init_from_file(str(path).encode(), parameters)
+        context = library.c.peer_gguf(str(path).encode())
         if not context:
             raise AssertionError(f"ggml does not open {path}")
         return context
 
-    return open_it, ggml.gguf_free
+    return open_it, library.c.gguf_free
 
 
 def read_to_new_pages(path: Path) -> mmap.mmap:

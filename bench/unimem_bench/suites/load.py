@@ -7,9 +7,9 @@ import mmap
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 import unimem as um
 from unimem.system.process import read_process
-from unimem_bench import models, plain
+from unimem_bench import decoding, models, plain
+from unimem_bench.files import downloaded
 from unimem_bench.rounds import Side, milliseconds, thread_counts
 from unimem_bench.states import HUGE_PAGE, drop, file_system, heat, in_huge_pages, ready
 from unimem_bench.suite import Measure, NotMeasured, Suite, at_most, costs, faster, faster_than_best
@@ -27,14 +28,12 @@ from unimem_bench.weight_files import Format, WeightFile, tensors_that_fit, weig
 
 SUITE = Suite("load", "How fast does a model come into memory?")
 
-LLAMA_START = Path(__file__).parent.parent / "llama_start.py"
 MB = 1 << 20
 N_TENSORS = 60  # 4 GB
 QUICK_TENSORS = 4  # 256 MiB
 # A gigabyte: opening takes part of a millisecond, and two threads read 256 MiB in six.
 QUICK_MAP_TENSORS = 16
 BUFFER_BYTES = 256 * MB  # the target of the limit, used again and again
-PIECE_BYTES = 64 << 10  # of a file that is written like a download
 SAFETENSORS = "safetensors load_file"
 MEMCPY = "C memcpy to memory that is there"
 AS_WRITTEN, IN_FOLIOS = "the file, as it was written", "the file, in large folios"
@@ -354,12 +353,17 @@ def page_cache(measure: Measure) -> None:
 # ---- staged for another process ----
 
 
-def llama_start(model: str | Path) -> float:
+def llama_command(library: Path) -> list[str]:
+    """Return the command that starts llama.cpp, with the model as the next argument."""
+    return [sys.executable, "-P", "-m", "unimem_bench.llama_start", str(library)]
+
+
+def llama_start(command: Sequence[str], model: str | Path) -> float:
     """Start llama.cpp in a new process, and check that it leaves the whole file mapped; ms.
 
     RuntimeError if it does not load the model.
     """
-    run = [sys.executable, "-P", str(LLAMA_START), str(model)]
+    run = [*command, str(model)]
     pipe = subprocess.PIPE
     with subprocess.Popen(run, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as child:
         if child.stdout is None:
@@ -377,20 +381,6 @@ def llama_start(model: str | Path) -> float:
     return float(seconds) * 1e3
 
 
-@contextmanager
-def downloaded(model: Path) -> Iterator[Path]:
-    """Yield a copy that was written in small pieces, and is in the page cache as that left it."""
-    path = model.with_name(f"{model.name}.{os.getpid()}")
-    try:
-        with open(model, "rb", buffering=0) as source, open(path, "wb", buffering=0) as out:
-            while piece := source.read(PIECE_BYTES):
-                out.write(piece)
-            os.fsync(out.fileno())
-        yield path
-    finally:
-        path.unlink(missing_ok=True)
-
-
 @SUITE.case(
     "staged",
     "How fast does llama.cpp start from a staged model?",
@@ -399,8 +389,8 @@ def downloaded(model: Path) -> Iterator[Path]:
 )
 def staged(measure: Measure) -> None:
     """Start llama.cpp from a file in the page cache, and from its staged copy."""
-    if not measure.installed("cyllama", AS_WRITTEN):
-        raise NotMeasured("wants llama.cpp, which is not installed: pip install cyllama")
+    library = decoding.require_llama_cpp(measure, AS_WRITTEN)
+    start = partial(llama_start, llama_command(library))
     model = (
         models.write_model(measure.folder, "wide", "f16")
         if measure.quick
@@ -413,7 +403,7 @@ def staged(measure: Measure) -> None:
         measure.fact("mapped_by_huge_pages", by_huge_pages)
         chosen = stack.enter_context(um.stage(model))
         measure.fact("staged", f"{chosen.backing}: {chosen.granted}")
-        ours = {"unimem": partial(llama_start, chosen.path)}
+        ours = {"unimem": partial(start, chosen.path)}
         for backing in ("tmpfs", "hugetlb", "memfd", "shm"):
             if backing == chosen.backing or measure.quick:
                 continue
@@ -423,6 +413,6 @@ def staged(measure: Measure) -> None:
             except (um.PlacementError, um.CapacityError) as error:
                 measure.leave_out(name, str(error))
             else:
-                ours[name] = partial(llama_start, stage.path)
-        peers = {AS_WRITTEN: partial(llama_start, download), IN_FOLIOS: partial(llama_start, model)}
+                ours[name] = partial(start, stage.path)
+        peers = {AS_WRITTEN: partial(start, download), IN_FOLIOS: partial(start, model)}
         measure.compare(ours, peers, rounds=7, quick_rounds=3, warmup=1)

@@ -6,7 +6,6 @@ files, allocate and free, and compute, in the same cgroup and on the other CPUs.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -24,6 +23,7 @@ import unimem as um
 from unimem.base import kernel_files
 from unimem_bench import decoding, states, timed
 from unimem_bench.cgroup import entering, limited_cgroup
+from unimem_bench.llama_build import NoPeer
 from unimem_bench.models import Kind
 from unimem_bench.suite import Measure, NotMeasured, Suite, at_most
 from unimem_bench.timed import TimedProcess, TimedProcessError
@@ -90,10 +90,10 @@ WAYS: dict[str, Way] = {
     "unimem, locked": Way("unimem", {"load": "map", "lock": True}),
     "unimem, mapped": Way("unimem", {"load": "map"}),
     "llama.cpp": Way("llama.cpp", {}),
-    "llama.cpp, mapped": Way("llama.cpp", {"use_extra_bufts": False}),
-    "llama.cpp, read": Way("llama.cpp", {"use_extra_bufts": False, "use_mmap": False}),
-    "llama.cpp, locked": Way("llama.cpp", {"use_extra_bufts": False, "use_mlock": True}),
-    EXEC: Way("llama.cpp", {"use_extra_bufts": False}, is_exec=True),
+    "llama.cpp, mapped": Way("llama.cpp", {"repack": False, "load_mode": "mmap"}),
+    "llama.cpp, read": Way("llama.cpp", {"repack": False, "load_mode": "none"}),
+    "llama.cpp, locked": Way("llama.cpp", {"repack": False, "load_mode": "mmap+mlock"}),
+    EXEC: Way("llama.cpp", {"repack": False, "load_mode": "mmap"}, is_exec=True),
 }
 
 
@@ -144,7 +144,7 @@ def _measure_all(measure: Measure) -> Found:
     limits: dict[str, int] = {}  # by library, since each needs memory beside the model
     loads = {}
     for name, way in WAYS.items():
-        why = _missing(way)
+        why = _missing(measure, way)
         if why:
             found.left_out[name] = why
             continue
@@ -169,10 +169,13 @@ def _measure_all(measure: Measure) -> Found:
     return found
 
 
-def _missing(way: Way) -> str:
-    """Say what a way needs that is not installed."""
-    if way.kind == "llama.cpp" and importlib.util.find_spec("cyllama") is None:
-        return "cyllama is not installed: pip install cyllama"
+def _missing(measure: Measure, way: Way) -> str:
+    """Say what a way needs that is not there."""
+    try:
+        if way.kind == "llama.cpp":
+            decoding.llama_cpp(measure)
+    except NoPeer as reason:
+        return str(reason)
     return ""
 
 

@@ -20,7 +20,8 @@ import unimem as um
 from unimem.weights.loading import EngineLoad
 from unimem_bench import decoding, states
 from unimem_bench.decoders import DecoderProcess
-from unimem_bench.decoders import Kind as DecoderKind
+from unimem_bench.llama_build import NoPeer
+from unimem_bench.llama_cpp import Flags
 from unimem_bench.memory import PeakMemory, private_bytes, pss_bytes
 from unimem_bench.models import Kind
 from unimem_bench.rounds import Side
@@ -34,6 +35,8 @@ MAPPED, FIRST, ON_DISK = "unimem, mapped", "unimem, first start", "unimem, from 
 ONE = decoding.PROMPT[:1]  # with a longer prompt, prefill would be most of the time
 N_COPIES = 5  # of the weights: two files, an image on disk, a staged and a repacked one
 N_SHARING = 4  # processes
+# Its defaults repack; the other one computes with the weights as they lie in the mapped file.
+PEERS = {"llama.cpp-mapped": Flags(repack=False, load_mode="mmap"), "llama.cpp": Flags()}
 
 
 class Starts:
@@ -44,7 +47,6 @@ class Starts:
         self.nbytes = self.path.stat().st_size
         self._measure = measure
         self._options: dict[str, Any] = {"threads": len(self._cpus), "ctx": decoding.N_CTX}
-        self._facts: dict[str, Any] = {}  # of a decoder of unimem
 
     def prepare(self, image: str | Path | None = None) -> None:
         """Make memory ready, and read the model and an image into the page cache."""
@@ -68,7 +70,6 @@ class Starts:
         from elsewhere.
         """
         with DecoderProcess(path or self.path, load=load, **self._options, **how) as process:
-            self._facts = process.facts
             if process.facts["load"] != load:
                 raise NotMeasured(f"wants repacked weights: {decoding.NOT_REPACKED}")
             found = process.facts["image"]
@@ -76,16 +77,23 @@ class Starts:
                 raise AssertionError(f"weights must come from the image {image}, not {found}")
             yield process
 
-    def can_start(self, kind: DecoderKind) -> bool:
-        """Try to start llama.cpp, after a decoder of unimem, or leave it out."""
-        process = decoding.start_peer(self._measure, kind, self.path, self._facts, **self._options)
+    def can_start(self, name: str) -> bool:
+        """Try to start one of `PEERS`, or leave it out."""
+        try:
+            peer = decoding.Peer(decoding.llama_cpp(self._measure), PEERS[name])
+        except NoPeer as reason:
+            self._measure.leave_out(name, str(reason))
+            return False
+        process = decoding.start_peer(self._measure, name, self.path, peer, **self._options)
         if process is not None:
             process.close()
         return process is not None
 
-    def start_peer(self, kind: DecoderKind, **how: Any) -> DecoderProcess:
-        """Start llama.cpp."""
-        return DecoderProcess(self.path, kind=kind, **self._options, **how)
+    def start_peer(self, name: str, **how: Any) -> DecoderProcess:
+        """Start one of `PEERS`."""
+        return DecoderProcess(
+            self.path, kind="llama.cpp", flags=PEERS[name], **self._options, **how
+        )
 
     def keep_image(self, folder: Path) -> Path:
         """Let a start keep its image in a folder, and return the image."""
@@ -162,9 +170,9 @@ def compare_first_tokens(measure: Measure) -> None:
         with image_folder(measure) as folder:
             return start("repack", images=folder)
 
-    def start_peer(kind: DecoderKind) -> float:
+    def start_peer(name: str) -> float:
         starts.prepare()
-        with starts.start_peer(kind) as process:
+        with starts.start_peer(name) as process:
             return first_token(process)
 
     with ExitStack() as stack:
@@ -189,7 +197,7 @@ def compare_first_tokens(measure: Measure) -> None:
         except NotMeasured as reason:
             measure.leave_out(ON_DISK, str(reason))
         peers: dict[str, Side] = {
-            kind: partial(start_peer, kind) for kind in decoding.PEERS if starts.can_start(kind)
+            name: partial(start_peer, name) for name in PEERS if starts.can_start(name)
         }
         measure.compare(ours, peers, rounds=7, quick_rounds=3, warmup=1)
 
@@ -226,8 +234,8 @@ def compare_peaks(measure: Measure) -> None:
         rest_bytes = settled_bytes(mapped)
     repacking = partial(starts.start, "repack")
     measure.count("unimem", [peak(rest_bytes, repacking) for _ in range(n)])
-    peers = [kind for kind in decoding.PEERS if starts.can_start(kind)]
-    if len(peers) == len(decoding.PEERS):
+    peers = [name for name in PEERS if starts.can_start(name)]
+    if len(peers) == len(PEERS):
         with starts.start_peer("llama.cpp-mapped") as theirs:
             rest_bytes = settled_bytes(theirs)
         copying = partial(starts.start_peer, "llama.cpp")

@@ -424,8 +424,8 @@ def open_file(
     path = model_file(measure, **{of: size})
     opening = partial(um.open_weights, path, load="map")
     sides = {"unimem": second_run(timed(opening, 1e-3, um.Weights.close))}
-    if measure.installed("ggml") and size <= most_of_ggml:
-        open_it, close_it = of_ggml(path)
+    if size <= most_of_ggml and (pair := of_ggml(measure, path)) is not None:
+        open_it, close_it = pair
         sides["ggml"] = second_run(timed(open_it, 1e-3, close_it))
     return sides
 

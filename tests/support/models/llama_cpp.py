@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -252,6 +253,19 @@ def _repack(options: dict[str, Any]) -> None:
     llama_cpp.LlamaModel(options["model"], params)
 
 
+def _start(model: str) -> None:
+    from cyllama.llama import llama_cpp
+
+    params = llama_cpp.LlamaModelParams()
+    params.n_gpu_layers = 0
+    params.use_extra_bufts = False
+    begin = time.perf_counter()
+    opened = llama_cpp.LlamaModel(model, params)
+    print(time.perf_counter() - begin, flush=True)
+    sys.stdin.read()
+    opened.close()
+
+
 def _hold(options: dict[str, Any]) -> None:
     from cyllama.llama import llama_cpp
 
@@ -263,6 +277,9 @@ def _hold(options: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "start":  # as `unimem_bench.llama_start`
+        _start(sys.argv[2])
+        raise SystemExit
     commands = {"greedy": _greedy, "follow": _follow, "rows": _rows, "quantize": _quantize}
     commands |= {"hold": _hold, "repack": _repack}
     commands[sys.argv[1]](json.loads(sys.argv[2]))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from support.project import tiers
-from unimem_bench import suite, suites
+from unimem_bench import llama_build, suite, suites
 from unimem_bench.record import BEST, CaseRecord
 from unimem_bench.rounds import Rounds, Side
 from unimem_bench.suite import Case, Measure
@@ -50,7 +50,7 @@ def run_case(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> CaseR
     monkeypatch.setattr(suite, "alternate", once)
     if not tiers.everything:  # its import is slower than all cases
         uninstall(monkeypatch, "torch")
-    measure = Measure(case, quick=True, folder=folder)
+    measure = Measure(case, quick=True, folder=folder, builds=tiers.everything)
     cpus = os.sched_getaffinity(0)
     try:
         measure.pin(1)
@@ -58,6 +58,26 @@ def run_case(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> CaseR
     finally:
         os.sched_setaffinity(0, cpus)
     return measure.record()
+
+
+def llama_library() -> Path:
+    """Return llama.cpp's library; skip where it is not built, and in the larger tier build it."""
+    try:
+        return llama_build.library(build=tiers.everything)
+    except llama_build.NoPeer as reason:
+        pytest.skip(f"llama.cpp: {reason}")
+
+
+def pretend_llama_cpp(monkeypatch: pytest.MonkeyPatch, *, is_built: bool) -> None:
+    """Let cases find a library of llama.cpp, which is none, or find that it is not built."""
+
+    def library(variant: str = "native", *, build: bool = False) -> Path:
+        if not is_built:
+            raise llama_build.NoPeer("not built")
+        return Path("libunimem-peer.so")
+
+    monkeypatch.setattr(llama_build, "library", library)
+    monkeypatch.setattr(llama_build, "facts", lambda library: {"ggml": "0"})
 
 
 def check_case(case: Case, record: CaseRecord) -> None:
