@@ -29,7 +29,7 @@ WORKERS ?= $(shell nproc)
 # A test that hangs fails after so many seconds, and says where it was.
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --timeout 600
 
-.PHONY: run test test-all test-c test-py coverage mutants test-numa test-gpu faults kills wheels \
+.PHONY: run test test-all test-c test-py coverage mutants test-numa test-gpu models faults kills wheels \
         gpu-wheels docs release-check check format asan tsan fuzz soak install bench bench-docs clean
 
 run: $(VENV)/.run
@@ -67,6 +67,11 @@ coverage: $(VENV)/.worth $(if $(TIER),$(VENV)/.frameworks)
 # Which faults the tests notice, put into the core by tools; FILES="tape.c kv.c" tries some.
 mutants: $(VENV)/.worth
 	$(BIN)/python tools/mutants/run.py $(FILES)
+
+# Model files that packages carry, from their plan to a resumed session: docs/tokenizers.md. LLAMA is a
+# Python that has xllamacpp, to compare texts with.
+models: $(VENV)/.installed
+	$(BIN)/python tools/real_models.py $(if $(LLAMA),--llama $(LLAMA))
 
 # Every call of the system fails once, in every operation. The table goes to docs/hardening.md.
 faults: $(VENV)/.installed

@@ -12,6 +12,7 @@ import pytest
 
 import unimem as um
 from support.files import gguf_files as gf
+from unimem.weights.gguf import tensor_type
 
 DIMS = um.ModelDims(64, 172, 8, 4, 8, 512, 5, 512)
 
