@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
+from importlib import resources
 
 import pytest
 
@@ -122,3 +123,16 @@ def test_sizes_of_a_header_are_checked(context: int) -> None:
             ggml.new_tensor(context, ggml.F32, *ne)
     with pytest.raises(ValueError, match="got 0"):
         ggml.Tensor.at(0)
+
+
+def test_a_build_for_another_cpu_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ggml.missing_cpu_features(built_for()) == ()
+    monkeypatch.setattr(ggml, "missing_cpu_features", lambda needed: tuple(needed)[:2])
+    with pytest.raises(ImportError, match=f"this one lacks {', '.join(built_for()[:2])}; build it"):
+        ggml._check_cpu()
+    monkeypatch.setattr(ggml, "cpu_features", frozenset)  # hidden: nothing is known
+    ggml._check_cpu()
+
+
+def built_for() -> list[str]:
+    return resources.files("unimem_ggml").joinpath("built_for.txt").read_text().split()

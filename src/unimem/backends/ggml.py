@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+from importlib import resources
 from typing import Any
 
 from unimem.base.install_hint import install_hint
 from unimem.errors import ClosedError
 from unimem.system import limits
+from unimem.system.cpu_features import cpu_features, missing_cpu_features
 
 __all__ = [
     "ALL_THREADS",
@@ -102,8 +104,21 @@ INSTALL = install_hint("run")
 VERSION = "0.26"
 ALL_THREADS = -1
 
+
+
+def _check_cpu() -> None:
+    """Raise ImportError if ggml was built for another CPU: its code would end the process."""
+    needed = resources.files("unimem_ggml").joinpath("built_for.txt").read_text().split()
+    missing = missing_cpu_features(needed)
+    if missing and cpu_features():
+        raise ImportError(
+            f"it was built for another CPU, and this one lacks {', '.join(missing)}; build it here"
+        )
+
+
 _before = limits.cpus()
 try:
+    _check_cpu()
     from unimem_ggml import binding
 except ImportError as error:
     raise ImportError(

@@ -393,7 +393,9 @@ class _Builder:
     def _view_cache(self, part: int, cache: int) -> int:
         """View the cache as [head_dim, n_kv, heads]."""
         whole = ggml.Tensor.at(cache)
-        rows: int = ggml.view_3d(self._context, cache, *whole.ne[:3], *whole.nb[1:3], 0)
+        head_dim, n_rows, n_heads, _ = whole.ne
+        _, row, head, _ = whole.nb
+        rows = ggml.view_3d(self._context, cache, head_dim, n_rows, n_heads, row, head, 0)
         self.kv_dims[part].append((rows, 1))
         return rows
 

@@ -176,8 +176,9 @@ class Process:
         A page becomes a copy when it is written to, and may be swapped out. Raises as `in_ram`.
         """
         entries = self._pagemap(start, end)
-        is_own = (entries >> _PRESENT > 0) & (entries >> _OF_FILE & _ONE == 0)
-        return is_own | (entries >> _SWAPPED & _ONE > 0)
+        is_own: NDArray[np.bool_] = (entries >> _PRESENT > 0) & (entries >> _OF_FILE & _ONE == 0)
+        is_swapped: NDArray[np.bool_] = entries >> _SWAPPED & _ONE > 0
+        return is_own | is_swapped
 
     def _pagemap(self, start: int, end: int) -> NDArray[np.uint64]:
         if not 0 <= start <= end:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 
-from unimem.weights.residency import drop, measure_residency, reopen
+from unimem.weights.files import reopen
+from unimem.weights.residency import drop, measure_residency
 from unimem.weights.tensors import Contents
 
 __all__ = ["read_anew"]
