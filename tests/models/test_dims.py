@@ -12,6 +12,7 @@ import pytest
 
 import unimem as um
 from support.files import gguf_files as gf
+from unimem.weights.gguf import tensor_type
 
 DIMS = um.ModelDims(64, 172, 8, 4, 8, 512, 5, 512)
 
@@ -135,7 +136,8 @@ def gguf(arch: str, *layers: str, kind: int = gf.F32, **keys: int | list[int]) -
     names = [f"blk.{i}.{name}" for i in range(2) for name in layers]
     tensors: list[gf.Part] = [gf.tensor("token_embd.weight", (32, 2), gf.F32, 0)]
     tensors += [gf.tensor(name, (64,), kind, 256 + 512 * i) for i, name in enumerate(names)]
-    nbytes = 256 + 512 * len(names)
+    _, values, block_bytes = tensor_type(kind)
+    nbytes = 256 + 512 * (len(names) - 1) + 64 // values * block_bytes if names else 256
     return gf.with_data(gf.head(len(tensors), len(entries)), *entries, *tensors, nbytes=nbytes)[0]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 
 import unimem as um
 from numa.books import node_bytes, page_nodes
-from support.files.weight_bytes import write
+from support.files.weight_bytes import write, write_hole
 from unimem.system import limits
 from unimem.system.placement import Pages
 from unimem.weights.opened import Weights
@@ -22,7 +21,6 @@ MB = 1 << 20
 PAGE = os.sysconf("SC_PAGE_SIZE")
 SIZES = (100, 3 * MB, 5000, 2 * MB + 4, 40_000, 12)
 DIMS = um.ModelDims(64, 172, 8, 4, 8, 512, 5, 512)
-TINY = Path(um.__file__).parent / "engine" / "models" / "tiny.gguf"
 
 
 @pytest.fixture
@@ -83,8 +81,7 @@ def test_each_tensor_of_a_mapped_file(model: Path) -> None:
 def test_pages_are_where_they_were_asked_for(
     backing: Any, pages: Any, numa: str, expected: dict[int, int], tmp_path: Path
 ) -> None:
-    model = Path(shutil.copy(TINY, tmp_path))
-    os.truncate(model, 8 * MB)
+    model = write_hole(tmp_path / "model.gguf", 8 * MB - 256)
     with um.stage(model, backing=backing, pages=pages, numa=numa, strict=True) as staged:
         assert staged.granted.nodes == expected
         with um.Block.map(staged.path) as block:

@@ -73,13 +73,13 @@ def write_hole(path: Path, kind: str, *, inner: int, vocab: int) -> Path:
         writer.add_tensor_info(
             f"{name}.weight", rows, np.dtype(np.uint8), math.prod(rows), raw_dtype=number
         )
-        total += math.prod(rows)
+        total += -(-math.prod(rows) // 32) * 32
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     writer.close()
     with path.open("r+b") as file:
-        file.truncate(file.seek(0, 2) + total + 4096)
+        file.truncate(-(-file.seek(0, 2) // 32) * 32 + total)
     assert path.stat().st_blocks * 512 < MIB
     return path
 

@@ -59,7 +59,7 @@ def long_header(path: Path) -> Path:
         g.kv("general.architecture", g.STRING, g.string("odd")),
         g.kv("tokenizer.ggml.tokens", g.ARRAY, g.array(g.STRING, len(words), *words)),
     ]
-    tensors = [g.tensor("one", (64,), g.Q8_0, 0)]
+    tensors = [g.tensor("one", (100_000,), g.I8, 0)]
     path.write_bytes(g.with_data(g.head(1, len(kvs)), *kvs, *tensors, nbytes=100_000)[0])
     return path
 

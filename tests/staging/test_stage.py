@@ -17,7 +17,13 @@ import pytest
 
 import unimem as um
 from conftest import Run
-from support.files.weight_bytes import cached_bytes, drop_from_cache, locked_bytes, open_folder
+from support.files.weight_bytes import (
+    cached_bytes,
+    drop_from_cache,
+    locked_bytes,
+    open_folder,
+    write_hole,
+)
 from support.kernel.cgroups import SmallCgroup, cgroup_512mb
 from support.kernel.huge_pages import eight_huge_pages, no_huge_pages
 from support.kernel.proc_maps import huge_page_bytes
@@ -273,8 +279,7 @@ with um.stage({copied!r}) as staged:
 
 
 def test_missing_room_is_reported_at_once(cgroup_512mb: SmallCgroup, tmp_path: Path) -> None:
-    model = Path(shutil.copy(TINY, tmp_path / "large.gguf"))
-    os.truncate(model, 600 * MIB)
+    model = write_hole(tmp_path / "large.gguf", 600 * MIB)
     said = cgroup_512mb.run(f"""
 import os, unimem as um
 for backing in ("auto", "tmpfs", "memfd", "shm"):

@@ -308,7 +308,7 @@ def test_files_inside_others(
     alone, outer = tmp_path / "alone", tmp_path / "outer"
     alone.write_bytes(raw)
     outer.write_bytes(b"x" * before + raw + b"y" * behind)
-    part: dict[str, Any] = {"offset": before, "size": len(raw), "load": load}
+    part: dict[str, Any] = {"offset": before, "nbytes": len(raw), "load": load}
     sources: list[Any] = [outer, *(lent(outer.read_bytes()) if load != "direct" else ())]
     with open_weights(alone) as expected, outer.open("rb") as file:
         for source in (*sources, file.fileno()):
@@ -363,11 +363,16 @@ def test_wrong_sources(path: Path, tmp_path: Path) -> None:
         (raw + bytes(300), {}, GGUFError, "goes on behind its tensors"),
         (b"ab" + raw[:99], {"offset": 2}, GGUFError, "more tensors than the file can hold"),
         (path, {"offset": nbytes + 1}, ValueError, f"offset: expected at most {nbytes}, the size"),
-        (path, {"offset": 9, "size": nbytes}, ValueError, f"size: expected at most {nbytes - 9}"),
+        (
+            path,
+            {"offset": 9, "nbytes": nbytes},
+            ValueError,
+            f"nbytes: expected at most {nbytes - 9}",
+        ),
         (raw, {"offset": -1}, ValueError, "offset: expected an integer from 0 on"),
-        (raw, {"size": 0}, ValueError, "size: expected an integer from 1 on"),
+        (raw, {"nbytes": 0}, ValueError, "nbytes: expected an integer from 1 on"),
         (raw, {"load": "direct"}, ValueError, "load='direct' of a buffer.*load='copy'"),
-        ("s3://a/b", {"offset": 1}, ValueError, "offset, size: expected a file"),
+        ("s3://a/b", {"offset": 1}, ValueError, "offset, nbytes: expected a file"),
         (-1, {}, ValueError, "path: expected an integer from 0"),
         (10**6, {}, OSError, "Bad file descriptor"),
         (True, {}, TypeError, "path: expected a path, a descriptor, or a buffer"),

@@ -257,9 +257,6 @@ rule("misaligned", MISALIGNED, tensors(("a", 1, 0, False), ("b", 1, 16, True)))
 for n in (224, 256, 288, 2**63, 2**64 - 32):
     rule(f"offset {n}", PASSES, tensors(("a", 9, n, True)))
 rule("too long", PASSES, tensors(("a", 65, 0, True)))
-HOLE = "the bytes before a tensor are no tensor's"
-rule("hole at the beginning", HOLE, tensors(("a", 1, 32, True)))
-rule("hole", HOLE, tensors(("b", 1, 96, True), ("a", 9, 0, False)))
 BEHIND = "the file goes on behind its tensors"
 TENSOR = [gf.string("t"), gf.u32(1), gf.u64(9), gf.u32(gf.F32), gf.u64(0)]
 for n in (68, 4096):  # the first 36 bytes are the tensor's, and up to 31 may be padding

@@ -51,7 +51,7 @@ def test_shrinking_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: F
     assert str(path) in str(caught.value)
 
     class ReadThenTruncate(kind):  # type: ignore[misc]
-        def __init__(self, _: int, file_nbytes: int, name: str) -> None:
+        def __init__(self, _: int, file_nbytes: int, name: str, begin: int = 0) -> None:
             os.truncate(name, file_nbytes - 1)
 
     monkeypatch.setattr(f"unimem.weights.files.{kind.__name__}", ReadThenTruncate)

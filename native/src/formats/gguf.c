@@ -397,9 +397,9 @@ static int compare_offsets(const void *a, const void *b) {
     return x < y ? -1 : x > y;
 }
 
-/* Fails for the first tensor, in the order of the data, that begins inside another one or behind
- * bytes that are neither a tensor's nor padding. A tensor of an unknown type gets the bytes up to
- * the next one, or to the end of the file. Empty tensors do not count. */
+/* Fails for the first tensor, in the order of the data, that begins inside another one. A tensor of
+ * an unknown type gets the bytes up to the next one, or to the end of the file. Empty tensors do
+ * not count. */
 static um_status lay_out(const reader *r, const um_gguf *gguf, um_gguf_tensor *const *tensors) {
     um_gguf_tensor *before = NULL;
     uint64_t end = gguf->data_offset;
@@ -411,10 +411,7 @@ static um_status lay_out(const reader *r, const um_gguf *gguf, um_gguf_tensor *c
         UM__BREAKS_IF(t->offset < end, r->err, "two tensors overlap", offset_field(t));
         if (before != NULL && is_unknown(before)) {
             before->nbytes = t->offset - before->offset;
-            end = t->offset;
         }
-        UM__BREAKS_IF(t->offset - end >= gguf->alignment, r->err,
-                      "the bytes before a tensor are no tensor's", offset_field(t));
         end = t->offset + t->nbytes;
         before = t;
     }

@@ -129,9 +129,10 @@ cdef Region lend_memory(object owner):
     cdef size_t end = (<uintptr_t>view.buf + <size_t>view.len + page - 1) // page * page
     PyBuffer_Release(&view)
     region.owner = memoryview(owner)  # which keeps the memory, even if the other is released
-    block.base, block.fd, block.step_nbytes, block.access = <void *>first, -1, page, um.UM_ACCESS_READ
-    block.nbytes = block.requested_nbytes = block.reserved_nbytes = block.committed_nbytes = end - first
-    block.category = um.UM_CAT_WEIGHTS
+    block.base, block.fd, block.step_nbytes = <void *>first, -1, page
+    block.nbytes = block.requested_nbytes = end - first
+    block.reserved_nbytes = block.committed_nbytes = block.nbytes
+    block.access, block.category = um.UM_ACCESS_READ, um.UM_CAT_WEIGHTS
     return region
 
 

@@ -36,7 +36,7 @@ def model_name(weights: Weights) -> str:
     with ExitStack() as undo:
         files = {}
         for part in weights._parts:
-            if not is_url(part.file.path):
+            if part.file.memory is None and not is_url(part.file.path):
                 fd = os.open(part.file.absolute_path, os.O_RDONLY | os.O_CLOEXEC)
                 undo.callback(os.close, fd)
                 files[part.file.path] = fd

@@ -24,11 +24,10 @@ from unimem.weights.gguf import GGUFHeader
 from unimem.weights.safetensors import SafetensorsHeader
 
 __all__ = [
-    "WHOLE",
+    "FileRange",
     "Header",
     "ModelFile",
     "ModelFiles",
-    "Part",
     "Source",
     "Value",
     "add_files",
@@ -64,34 +63,31 @@ Source: TypeAlias = (
 Header: TypeAlias = GGUFHeader | SafetensorsHeader
 
 
-class Part(NamedTuple):
-    """The part of a file or a buffer that is a model: `size` bytes, by default the rest."""
+class FileRange(NamedTuple):
+    """The part of a file or a buffer that is a model: by default, all from `offset` on."""
 
     offset: int = 0
-    size: int | None = None
+    nbytes: int | None = None
 
     def check(self) -> None:
         """Raise TypeError or ValueError for a wrong argument."""
         integer(self.offset, "offset", 0)
-        if self.size is not None:
-            integer(self.size, "size", 1)
+        if self.nbytes is not None:
+            integer(self.nbytes, "nbytes", 1)
 
-    def within(self, nbytes: int, path: str) -> int:
-        """Return the size of the part, which lies within so many bytes."""
-        if self.offset > nbytes:
+    def within(self, whole: int, path: str) -> int:
+        """Return the size of the part of a file or a buffer of `whole` bytes."""
+        if self.offset > whole:
             raise ValueError(
-                f"offset: expected at most {nbytes}, the size of {path}, got {self[0]}"
+                f"offset: expected at most {whole}, the size of {path}, got {self.offset}"
             )
-        most = nbytes - self.offset
-        if self.size is None or self.size <= most:
-            return most if self.size is None else self.size
-        raise ValueError(
-            f"size: expected at most {most}, the bytes of {path} from byte {self.offset} on, got "
-            f"{self.size}"
-        )
-
-
-WHOLE = Part()
+        most = whole - self.offset
+        if self.nbytes is not None and self.nbytes > most:
+            raise ValueError(
+                f"nbytes: expected at most {most}, the bytes of {path} from byte {self.offset} on, "
+                f"got {self.nbytes}"
+            )
+        return most if self.nbytes is None else self.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +147,9 @@ class ModelFiles:
         self.index: str | None = None
         self.index_text = b""
 
-    def add(self, path: str, part: Part = WHOLE, fd: int | None = None) -> ModelFile:
+    def add(self, path: str, part: FileRange | None = None, fd: int | None = None) -> ModelFile:
         """Open a file, or a copy of a descriptor, and read and check its header."""
+        part = part or FileRange()
         fd, info = _open_regular(path, self.fds, fd)
         nbytes = part.within(info.st_size, path)
         # Without reading ahead: how the data will be loaded is not known yet.
@@ -164,7 +161,7 @@ class ModelFiles:
         self.files.append(ModelFile(*where, header, _is_in_memory(fd), changed, part.offset))
         return self.files[-1]
 
-    def add_buffer(self, memory: memoryview, part: Part) -> ModelFile:
+    def add_buffer(self, memory: memoryview, part: FileRange) -> ModelFile:
         """Check the header in a buffer."""
         path = f"<{type(memory.obj).__name__} of {memory.nbytes} bytes>"
         nbytes = part.within(memory.nbytes, path)
@@ -222,7 +219,7 @@ class ModelFiles:
         self.close()
 
 
-def open_model(source: Source, part: Part | None = None) -> ModelFiles:
+def open_model(source: Source, part: FileRange | None = None) -> ModelFiles:
     """Open all files of a model, and read and check their headers.
 
     The source is the path of a GGUF file; of any part of a split one (``-00001-of-00003.gguf``),
@@ -232,7 +229,7 @@ def open_model(source: Source, part: Part | None = None) -> ModelFiles:
     or not a regular file.
     """
     model = ModelFiles()
-    if part is None or (part == WHOLE and isinstance(source, (str, os.PathLike))):
+    if part is None or (part == FileRange() and isinstance(source, (str, os.PathLike))):
         add_files(model, file_path(source))
     elif isinstance(source, int) and not isinstance(source, bool):
         fd = integer(source, "path", 0, _MOST_DESCRIPTORS)
@@ -392,9 +389,9 @@ def read_header(source: int | memoryview, nbytes: int, path: str, begin: int = 0
     # The first bytes decide: a name may be that of a descriptor, as in /proc/self/fd/3.
     try:
         if isinstance(source, int):
-            head = os.pread(source, min(9, nbytes), begin)
+            head = os.pread(source, 9, begin)
         else:
-            head = bytes(source[begin : begin + min(9, nbytes)])
+            head = bytes(source[begin : begin + 9])
     except OSError as error:
         raise OSError(error.errno, error.strerror, path) from None
     is_safetensors = path.endswith(".safetensors") or head[8:9] == b"{"

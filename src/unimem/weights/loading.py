@@ -27,7 +27,7 @@ from unimem.remote.arrivals import Arrivals
 from unimem.system import limits, policy
 from unimem.system.placement import PlacementOptions
 from unimem.system.pressure import Pressure, memory_pressure, why_exposed
-from unimem.weights.files import ModelFile, ModelFiles, Part
+from unimem.weights.files import FileRange, ModelFile, ModelFiles
 from unimem.weights.node_copies import (
     choose_copies,
     copy_from,
@@ -137,7 +137,7 @@ class LoadRequest:
     advice: AccessPattern | None = None
     verify: bool = True
     placement: PlacementOptions = field(default_factory=PlacementOptions)
-    part: Part | None = None
+    part: FileRange | None = None
     # Why a plan maps a model that would be copied, since its mapped pages may be reclaimed.
     why_mapped: str = ""
 

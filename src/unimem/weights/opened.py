@@ -17,7 +17,7 @@ from unimem.errors import CapacityError, ClosedError, PlacementError
 from unimem.system import limits, policy
 from unimem.system.placement import Lock, Placement, PlacementOptions, sum_placements
 from unimem.weights import residency
-from unimem.weights.files import ModelFile, Part, Source
+from unimem.weights.files import FileRange, ModelFile, Source
 from unimem.weights.loading import (
     AccessPattern,
     Load,
@@ -345,7 +345,7 @@ class Weights(Contents):
         CapacityError
             It does not fit into the memory that this process may have.
         ValueError
-            The model lies on a tape, which is locked as a whole, or in a buffer; or an unknown lock.
+            An unknown lock; or the model lies on a tape, locked as a whole, or in a buffer.
         OSError
             As for `warm`.
         """
@@ -549,7 +549,7 @@ def open_weights(
     path: Source,
     *,
     offset: int = 0,
-    size: int | None = None,
+    nbytes: int | None = None,
     load: Load = "auto",
     progress: Progress | None = None,
     tape: Tape | None = None,
@@ -571,7 +571,7 @@ def open_weights(
         into memory by ranges, whatever `load` is, except ``"map"``.
         Or the descriptor of a file, which may be closed afterwards; or the file in memory, anything
         with the buffer protocol, which is viewed without a copy and kept. Both are one file.
-    offset, size : int, optional
+    offset, nbytes : int, optional
         For a file inside another one, such as an archive: its first byte and its size, by default
         all and the rest. Offsets of tensors and of errors count from the first byte of the whole.
         Views are aligned if `offset` is a multiple of the file's alignment.
@@ -632,7 +632,7 @@ def open_weights(
         with um.open_weights("model.gguf", pages="thp", numa="interleave") as w:
             embedding = w.tensors["token_embd.weight"].as_array()
     """
-    part = Part(offset, size)
+    part = FileRange(offset, nbytes)
     request = LoadRequest(load, progress, tape, threads, advice, verify, placement, part)
     return open_planned(path, request)
 

@@ -30,11 +30,10 @@ from unimem.remote.transfers import (
 from unimem.remote.url_errors import in_own_words
 from unimem.weights import files as model_files
 from unimem.weights.files import (
-    WHOLE,
+    FileRange,
     Header,
     ModelFile,
     ModelFiles,
-    Part,
     Source,
     add_files,
     is_name,
@@ -57,16 +56,16 @@ _PARSED_BYTES = 256 << 20
 _MAGIC_BYTES = 8
 
 
-def open_files(path: Source, tries: int = 0, part: Part | None = None) -> ModelFiles:
+def open_files(path: Source, tries: int = 0, part: FileRange | None = None) -> ModelFiles:
     """Open all files of a model, here or on a server: see `open_model` and `open_remote`.
 
     For a URL, `tries` is how often a header is requested; by default `transfers.TRIES`.
     """
     if not is_url(path):
         return open_model(path, part)
-    if part not in (None, WHOLE):
+    if part not in (None, FileRange()):
         raise ValueError(
-            f"offset, size: expected a file, a descriptor or a buffer, got {shown(path)}"
+            f"offset, nbytes: expected a file, a descriptor or a buffer, got {shown(path)}"
         )
     return open_remote(path, tries or transfers.TRIES)
 

@@ -18,6 +18,7 @@ import pytest
 
 import unimem as um
 from support.files import gguf_files as gf
+from support.files.weight_bytes import write
 from support.kernel.cgroups import SmallCgroup, cgroup_512mb  # noqa: F401 - a fixture
 from support.kernel.huge_pages import eight_huge_pages, no_huge_pages  # noqa: F401 - fixtures
 from unimem._core import tmpfs
@@ -68,10 +69,7 @@ def leaves_nothing() -> Iterator[None]:
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """Write a model of a little more than three huge pages that ends inside a page."""
-    path = tmp_path / "model.gguf"
-    shutil.copy(TINY, path)
-    os.truncate(path, 6 * MIB + 12345)
-    return path
+    return write(tmp_path / "model.gguf", 5 * MIB, MIB + 12345)
 
 
 @pytest.fixture
