@@ -317,7 +317,7 @@ def test_a_long_metadata_array_is_skipped(tmp_path: Path) -> None:
     path.write_bytes(
         b"".join((gf.head(0, 2), gf.string("general.architecture"), gf.u32(gf.STRING)))
         + b"".join((gf.string("gemma9"), gf.string("gemma9.attention.head_count_kv")))
-        + b"".join((gf.u32(gf.ARRAY), gf.u32(gf.UINT8), gf.u64(n), b"\1" * n, b"\0" * 64))
+        + b"".join((gf.u32(gf.ARRAY), gf.u32(gf.UINT8), gf.u64(n), b"\1" * n))
     )
     plan = um.plan(path)
     assert plan.max_ctx is None

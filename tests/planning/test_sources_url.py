@@ -52,15 +52,15 @@ def said(plan: um.Plan) -> dict[str, Any]:
     return found | {"facts": facts}
 
 
-def long_header(path: Path) -> Path:
+def long_header(path: Path, nbytes: int = 100_000) -> Path:
     """Write a GGUF file whose header, with a vocabulary, has about 50 kB."""
     words = [g.string(f"word {i}") for i in range(3000)]
     kvs = [
         g.kv("general.architecture", g.STRING, g.string("odd")),
         g.kv("tokenizer.ggml.tokens", g.ARRAY, g.array(g.STRING, len(words), *words)),
     ]
-    tensors = [g.tensor("one", (100_000,), g.I8, 0)]
-    path.write_bytes(g.with_data(g.head(1, len(kvs)), *kvs, *tensors, nbytes=100_000)[0])
+    tensors = [g.tensor("one", (nbytes,), g.I8, 0)]
+    path.write_bytes(g.with_data(g.head(1, len(kvs)), *kvs, *tensors, nbytes=nbytes)[0])
     return path
 
 
@@ -148,9 +148,7 @@ def test_a_server_without_ranges_does_not_send_a_model(
     server: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_files, "FIRST_BYTES", 10_000)
-    path = long_header(tmp_path / "long.gguf")
-    url = server.add(path)
-    server.files["/long.gguf"] += bytes(64 << 20)
+    url = server.add(long_header(tmp_path / "long.gguf", 64 << 20))
     server.has_ranges = False
     assert um.plan(url).facts["read_bytes"] == 80_000
     assert len(server.asked) == 1

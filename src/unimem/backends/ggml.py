@@ -105,7 +105,6 @@ VERSION = "0.26"
 ALL_THREADS = -1
 
 
-
 def _check_cpu() -> None:
     """Raise ImportError if ggml was built for another CPU: its code would end the process."""
     needed = resources.files("unimem_ggml").joinpath("built_for.txt").read_text().split()

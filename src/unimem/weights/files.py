@@ -32,6 +32,7 @@ __all__ = [
     "Source",
     "Value",
     "add_files",
+    "check_end",
     "check_version",
     "durable_path",
     "identity_of",
@@ -156,6 +157,7 @@ class ModelFiles(Closing):
         # Without reading ahead: how the data will be loaded is not known yet.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         header = read_header(fd, nbytes, path, part.offset)
+        check_end(header, part.offset + nbytes, path, fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NORMAL)
         where = path, durable_path(path), version_of(info), nbytes
         changed = info.st_ctime_ns
@@ -167,6 +169,7 @@ class ModelFiles(Closing):
         path = f"<{type(memory.obj).__name__} of {memory.nbytes} bytes>"
         nbytes = part.within(memory.nbytes, path)
         header = read_header(memory, nbytes, path, part.offset)
+        check_end(header, part.offset + nbytes, path)
         version = (0, 0, memory.nbytes, 0)
         self.files.append(
             ModelFile(path, "", version, nbytes, header, True, 0, part.offset, memory)
@@ -392,17 +395,19 @@ def read_header(source: int | memoryview, nbytes: int, path: str, begin: int = 0
     is_safetensors = path.endswith(".safetensors") or head[8:9] == b"{"
     if is_safetensors and head[:4] != b"GGUF":
         return SafetensorsHeader(source, nbytes, path, begin)
-    header = GGUFHeader(source, nbytes, path, begin)
-    end = max(begin + header.nbytes, header.data_end)
-    if begin + nbytes - end >= max(header.alignment, _huge_page_bytes(source)):
-        raise GGUFError("the file goes on behind its tensors", end, path)
-    return header
+    return GGUFHeader(source, nbytes, path, begin)
 
 
-def _huge_page_bytes(fd: int | memoryview) -> int:
+def check_end(header: Header, end: int, path: str, fd: int = -1) -> None:
+    """Raise GGUFError if a file that ends at byte `end` has bytes that nothing describes."""
+    if isinstance(header, GGUFHeader):  # a parser of safetensors has done it
+        last = max(header.table_end, header.data_end)
+        if end - last >= max(header.alignment, 0 if fd < 0 else _huge_page_bytes(fd)):
+            raise GGUFError("the file goes on behind its tensors", last, path)
+
+
+def _huge_page_bytes(fd: int) -> int:
     """Return the page size of a file of hugetlb pages, which ends with a whole one; else 0."""
-    if not isinstance(fd, int):
-        return 0
     nbytes = os.fstatvfs(fd).f_bsize
     return nbytes if nbytes > mmap.PAGESIZE and _is_in_memory(fd) else 0
 

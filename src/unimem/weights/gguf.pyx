@@ -62,6 +62,11 @@ cdef class GGUFHeader(HeaderBytes):
         return self._gguf.alignment
 
     @property
+    def table_end(self) -> int:
+        """The end of the tensor table in the file."""
+        return self._begin + self._gguf.header_nbytes
+
+    @property
     def data_offset(self) -> int:
         """The offset of the tensor data in the file."""
         return self._begin + self._gguf.data_offset

@@ -36,6 +36,7 @@ from unimem.weights.files import (
     ModelFiles,
     Source,
     add_files,
+    check_end,
     is_name,
     open_model,
     read_header,
@@ -145,6 +146,7 @@ class RemoteFiles(ModelFiles):
     def _read(self, path: str) -> ModelFile:
         with self._open(path) as file:
             header = _read_header(file)
+            check_end(header, file.nbytes, path)
         start = xxhash.xxh3_128_digest(bytes(file.start[: header.nbytes]))
         version = Version(file.nbytes, file.tag)
         self._started[path] = _Started(version, file.digest, start)
