@@ -207,7 +207,7 @@ def test_a_batch_of_streams(make_model: Any, batch: int) -> None:
         weights = weights_of(layout)
         dims = um.ModelDims.from_weights(weights)
         cache = um.KVCache.for_dims(
-            dims, max_seq_len=150, batch=batch, dtype="q8_0", tape=layout.history
+            dims, max_seq_len=150, batch=batch, dtype="q8_0", order="head", tape=layout.history
         )
         assert layout.history.available_bytes == 0
         assert cache.capacity_bytes == plan.history_bytes

@@ -182,7 +182,6 @@ FILES = [
         )
     ),
     (["run", "m.safetensors"], 1, "does not say its architecture"),
-    (["plan", "m.safetensors"], 0, ""),
     (["plan", "a model.gguf"], 0, ""),
     (["plan", "日本語.gguf"], 0, ""),
     (["inspect", "two\nlines.gguf"], 0, ""),

@@ -154,7 +154,7 @@ closed(t.sequence()).fork() -> um.ClosedError: is closed
 t.pad().append_batch(np.ones((6, 4), F32)) -> um.CacheFull: 3 of 8 are used: 5 left
 t.paged_pad().get_token(3) -> IndexError: expected i of
 # ---- paths, plans and reports
-um.open_weights(3) -> TypeError: path: expected the path of a file
+um.open_weights(999_999) -> OSError: Bad file descriptor
 um.open_weights(io.BytesIO(b'GGUF')) -> TypeError: path: expected
 um.open_weights('') -> FileNotFoundError: No such file
 um.open_weights('a\x00b') -> ValueError: path: .*NUL byte

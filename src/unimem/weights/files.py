@@ -241,7 +241,8 @@ def open_model(source: Source, part: FileRange | None = None) -> ModelFiles:
 
 
 def _memory_of(source: Any) -> memoryview | None:
-    if isinstance(source, (str, os.PathLike)):
+    # Bytes may be a path. Headers of both formats begin with a number that has a zero byte.
+    if isinstance(source, (str, os.PathLike)) or (isinstance(source, bytes) and 0 not in source):
         return None
     try:
         return memoryview(source).cast("B")

@@ -343,6 +343,14 @@ cdef class OneKindCache(KVStorage):
                              for stream in range(s.batch)])
         return new_array(data, 4, sizes, strides, kind, windows, True)
 
+    def strides(self, part: Literal["k", "v"]) -> tuple[int, int]:
+        """Return the bytes from row to row, and from head to head, of the first stream's K or V."""
+        cdef bint v = part == "v"
+        cdef size_t row = self.kv.v_row_bytes if v else self.kv.row_bytes
+        if self.heads_apart() == 1:
+            return row, row // self._heads
+        return row, self.kv.v_lane_stride if v else self.kv.lane_stride
+
     @cython.critical_section
     def layer(self, i: int, dtype: npt.DTypeLike | None = None, out: Any = None) -> Any:
         cdef uint64_t first = 0, n, row

@@ -423,14 +423,6 @@ cdef class KVRows:
         self.open_region()
         return <uintptr_t>um.um_kv_lane(&self.kv, index, v, 0)
 
-    def strides(self, part: Literal["k", "v"]) -> tuple[int, int]:
-        """Return the bytes from row to row, and from head to head, of the first stream's K or V."""
-        cdef bint v = is_v(part)
-        cdef size_t row = self.kv.v_row_bytes if v else self.kv.row_bytes
-        if self.heads_apart() == 1:
-            return row, row // self._heads
-        return row, self.kv.v_lane_stride if v else self.kv.lane_stride
-
     def row_of(self, position: int, layer: int = 0) -> int:
         """Return the row of the token at a position, which the cache holds or will hold.
 
