@@ -400,7 +400,9 @@ def child(what: str, path: str, asked: list[list[int]]) -> None:
     """Print llama.cpp's log, and the tensors of a file's model, or a line before each context."""
     lib = _load_library()
 
-    @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)  # type: ignore[untyped-decorator]
+    kind = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+
+    @kind  # type: ignore[untyped-decorator]
     def log(_level: int, text: bytes, _data: object) -> None:
         os.write(1, text)
 

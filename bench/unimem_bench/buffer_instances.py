@@ -203,7 +203,7 @@ def engine_graphs() -> dict[str, tuple[um.BufferUse, ...]]:
 def graph_uses(arch: str, dims: um.ModelDims, n_tokens: int) -> tuple[um.BufferUse, ...]:
     """Return the values of the engine's graph for a model of these dimensions."""
     from unimem.backends import ggml
-    from unimem.engine.graph import Arrays, Graph, Headers, Lane
+    from unimem.engine.graph import Arrays, Graph, Headers, KVLane
     from unimem.engine.model import Model, Rope
 
     model = Model(arch, dims, 1e-5, Rope("normal", 10000.0, 1.0, 0.0, 1.0, CTX), None)
@@ -240,7 +240,7 @@ def graph_uses(arch: str, dims: um.ModelDims, n_tokens: int) -> tuple[um.BufferU
     node_bytes = Graph.bytes_needed(model)
     memory = np.zeros(head_bytes + node_bytes, np.uint8)
     address = memory.ctypes.data
-    lane = Lane(at, 2 * dims.kv_size, 2 * dims.head_dim)
+    lane = KVLane(at, 2 * dims.kv_size, 2 * dims.head_dim)
     lanes = [(0, lane, lane)] * dims.num_layers
     kinds = ggml.F16, ggml.F16
     headers = Headers(model, tensors, lanes, (CTX,), kinds, False, address, head_bytes)

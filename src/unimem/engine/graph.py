@@ -21,7 +21,7 @@ from unimem.engine.model import Model
 from unimem.engine.rotation_op import node_address, rotation_block
 from unimem.planning.needs import nodes_bound
 
-__all__ = ["Arrays", "Graph", "Headers", "Lane", "Mask", "view"]
+__all__ = ["Arrays", "Graph", "Headers", "KVLane", "Mask", "view"]
 
 _WORD = 8
 _ROPE_MODES = {"normal": ggml.ROPE_NORMAL, "neox": ggml.ROPE_NEOX}
@@ -48,7 +48,7 @@ class Arrays:
     logits: int  # float32 [vocab]
 
 
-class Lane(NamedTuple):
+class KVLane(NamedTuple):
     """K or V of a layer: an address, and the bytes from row to row and from head to head."""
 
     address: int
@@ -68,7 +68,7 @@ class Headers:
         self,
         model: Model,
         tensors: dict[str, tuple[int, tuple[int, ...], int]],
-        layers: list[tuple[int, Lane, Lane]],
+        layers: list[tuple[int, KVLane, KVLane]],
         n_rows: Sequence[int],
         kv_kinds: tuple[int, int],
         rotates: bool,
@@ -93,7 +93,7 @@ class Headers:
         ggml.Tensor.at(address).data = data
         return address
 
-    def _lane(self, kind: int, n_rows: int, lane: Lane) -> int:
+    def _lane(self, kind: int, n_rows: int, lane: KVLane) -> int:
         """Make the header of K or V, as [head_dim, rows, heads]."""
         ne = self._dims.head_dim, n_rows, self._dims.num_kv_heads
         address = self._header(kind, ne, lane.address)

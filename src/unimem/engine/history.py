@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from unimem._core.block import Block
 from unimem._core.tape import Tape
-from unimem.engine.graph import Lane, view
+from unimem.engine.graph import KVLane, view
 from unimem.engine.model import Model
 from unimem.kv.cache.cache import KVCache
 from unimem.kv.cache.one_kind import OneKindCache
@@ -92,11 +92,11 @@ class History:
         rows = (part.n_rows for part in self.parts if part.window is not None)
         return max((end - n for n in rows), default=0)
 
-    def lanes(self) -> list[tuple[int, Lane, Lane]]:
+    def lanes(self) -> list[tuple[int, KVLane, KVLane]]:
         """List the part, the keys and the values of each layer."""
 
-        def lane(layer: int, part: int, name: Literal["k", "v"]) -> Lane:
-            return Lane(self.kv.address(layer, name), *self.parts[part].strides(name))
+        def lane(layer: int, part: int, name: Literal["k", "v"]) -> KVLane:
+            return KVLane(self.kv.address(layer, name), *self.parts[part].strides(name))
 
         return [
             (part, lane(layer, part, "k"), lane(layer, part, "v"))

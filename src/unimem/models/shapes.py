@@ -29,7 +29,6 @@ from unimem.models.families import KeptLayer, KeptRows
 from unimem.models.fields import CONFIG, MOST, ConfigFields, MetadataFields, UnknownError
 
 __all__ = [
-    "TILED_TYPES",
     "Layers",
     "Shape",
     "from_config",

@@ -18,7 +18,7 @@ from unimem.planning.needs import Budget, Need
 if TYPE_CHECKING:
     from unimem.models.shapes import Layers, Shape
 
-__all__ = ["MOST_SLOTS", "NO_SCRATCH", "Engine", "LlamaSession", "Slots"]
+__all__ = ["Engine", "LlamaSession", "Slots"]
 
 Engine: TypeAlias = Literal["unimem", "llama.cpp"]
 """The engine that a plan is for."""

@@ -80,7 +80,7 @@ _HAN = (
 _DEFAULT = (r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 _LINES_ALONE = r"[^\n]+|\n+"
 _YOUTU = (
-    r"[가-힣ㄱ-ㆎ]+|[\uFF01…“”‘’—\uFF1A\uFF1B\uFF0C\u3001-\u303F\uFE30-\uFE4F]+|[ㄅ-ㄯ]+|" + _CJK,  # noqa: RUF001
+    r"[가-힣ㄱ-ㆎ]+|[\uFF01…“”‘’—\uFF1A\uFF1B\uFF0C\u3001-\u303F\uFE30-\uFE4F]+|[ㄅ-ㄯ]+|" + _CJK,
     rf"{_MARKED_WORD}{_SUFFIX}|{_ONE}|{_SLASH_REST}",
 )
 _CHAMELEON = (
