@@ -22,7 +22,7 @@ from unimem.backends import ggml, ggml_orders
 
 N_IN, N_OUT = 2048, 5632
 COLUMNS = 1, 128, 256, 512
-TYPES = "q4_0 q8_0 q2_K q3_K q4_K q5_K q6_K iq4_nl iq4_xs mxfp4 q2_0 f16 bf16".split()
+TYPES = "q4_0 q8_0 q2_K q3_K q4_K q5_K q6_K iq4_nl iq4_xs mxfp4 f16 bf16 q2_0".split()
 MORE_THAN_CACHES = 64_000_000
 HEADS, KV_HEADS, HEAD_DIM = 32, 4, 64  # TinyLlama's
 CACHE_TYPES = {"f16": ggml.F16, "q8_0": ggml.Q8_0, "q4_0": 2}
@@ -85,13 +85,16 @@ def product_times(kind: int, order: ggml_orders.Order | None) -> list[float]:
 
             def nodes(context: int, n: int = n) -> Iterator[int]:
                 values = put(tape, ggml.new_tensor(context, ggml.F32, N_IN, n), fill=True)
+                result = tape.take(N_OUT * n, "float32")  # of all products
                 for place, buffer in weights:
                     weight = ggml.new_tensor(context, kind, N_IN, N_OUT)
                     if buffer is None:
                         ggml.Tensor.at(weight).data = place
                     else:
                         buffer.adopt(weight, place)
-                    yield put(tape, ggml.mul_mat(context, weight, values))
+                    product = ggml.mul_mat(context, weight, values)
+                    ggml.Tensor.at(product).data = result.ctypes.data
+                    yield product
 
             mark = tape.mark()
             with graph_of(nodes) as compute:
