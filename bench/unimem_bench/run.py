@@ -30,7 +30,7 @@ from unimem_bench.suites import load_suite
 # Packages that are measured, or take part in it.
 _PACKAGES = tuple(
     """
-    unimem-llm numpy torch safetensors gguf ggml-python unimem-ggml cupy cupy-cuda12x cupy-cuda13x
+    unimem-llm numpy torch safetensors gguf unimem-ggml cupy cupy-cuda12x cupy-cuda13x
     pyperf
 """.split()
 )

@@ -60,7 +60,7 @@ def arrange(contents: Contents) -> Arrangement:
     head is the same table: rows cannot be read back from the other order, and a second copy would
     double the memory.
 
-    It raises ImportError without ggml-python.
+    It raises ImportError without ggml.
     """
     from unimem.backends.ggml_orders import find_order  # ggml, which few need
 

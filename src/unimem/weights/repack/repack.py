@@ -115,7 +115,7 @@ def repack(
     OSError
         A file cannot be read, has become shorter, or was replaced or written to meanwhile.
     ImportError
-        ggml-python is not installed.
+        ggml is not installed.
     TypeError, ValueError
         An option is unknown, or contradicts another.
 
