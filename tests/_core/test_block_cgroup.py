@@ -14,6 +14,7 @@ import unimem as um
 from support.kernel.cgroups import SmallCgroup, cgroup_512mb, hugetlb_cgroup
 from support.kernel.huge_pages import eight_huge_pages, no_huge_pages
 from support.processes.child_checks import CHECKS
+from support.processes.forks import SANITIZED
 from support.project.tiers import slow_after
 
 __all__ = ["cgroup_512mb", "eight_huge_pages", "no_huge_pages"]
@@ -213,6 +214,7 @@ print([bool(page) for page in pages], table.count("KernelPageSize:     2048 kB")
 """
 
 
+@pytest.mark.skipif(SANITIZED, reason="unimem exec preloads a library of its own")
 @pytest.mark.parametrize("strict", [False, True])
 def test_programs_under_exec_get_pages_that_are_there(strict: bool, two_pages: SmallCgroup) -> None:
     main = "import sys; from unimem_command import main; sys.exit(main())"
