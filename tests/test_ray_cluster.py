@@ -22,8 +22,8 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
 ]
 
-TEXT = "Once upon a time there was a little girl named Lily. " * 4
-N_TOKENS, N_LONG, CHUNK = 16, 100, 32
+TEXT = "Once upon a time there was a little girl named Lily. " * 11
+N_TOKENS, N_LONG, BATCH = 16, 100, 128
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +73,8 @@ def test_a_conversation_goes_on_on_the_other_node(
     first, *others = found["told"]
     assert (first[0], first[3]) == (expected[0], 0)
     assert {text for text, *_ in others} == {expected[1]}
-    # The whole chunks of the text, on both nodes.
-    assert min(n for *_, n in others) >= expected[3] // CHUNK * CHUNK > 0
+    # The whole batches of the text, on both nodes.
+    assert min(n for *_, n in others) >= expected[3] // BATCH * BATCH > 0
     assert any(node_id != first[1] for _, node_id, _, _ in others)
 
 

@@ -212,6 +212,7 @@ class Mixed(FaultyCalls):
         model.end_of_states = before + keep
         for layer, (k, v) in tokens.items():
             self.note(layer, k[:, :, :keep], v[:, :, :keep])
+        model.first = max(model.first, model.missing(model.next_position))
         self.note_checkpoint(before)
 
     @rule(whole=WHOLE)

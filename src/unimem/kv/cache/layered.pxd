@@ -54,6 +54,8 @@ cdef class LayeredKVCache:
     cdef int set_first(self, uint64_t first, uint64_t held) except -1
     cdef int limit_ends(self) except -1
     cdef int keep(self, uint64_t n, uint64_t keep_first) except -1
+    cdef uint64_t lost_before(self, uint64_t end) noexcept
+    cdef int end_at(self, uint64_t end, uint64_t lost) except -1
     cdef int roll_back_to(self, uint64_t end) except -1
     cdef int checkpoint_if_due(self, uint64_t before) except -1
     cdef list ways_back(self)

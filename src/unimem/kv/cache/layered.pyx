@@ -370,24 +370,33 @@ cdef class LayeredKVCache:
 
     cdef int roll_back_to(self, uint64_t end) except -1:
         cdef OneKindCache part
-        cdef um.um_error err
-        cdef uint64_t first = self._first, lost = 0
-        for part in self._parts[self._n_plain:]:
-            lost = max(lost, um.um_kv_lost_before(&part.kv, end))
+        cdef uint64_t lost = self.lost_before(end)
         for part in self._parts:
             part._most_bytes = part.most_bytes()
             um.um_kv_rollback_to(&part.kv, end)
             part._reserved = 0
-        if lost > first:
-            # Tokens that a ring lacks in its window no longer count in any layer.
-            first = lost
+        return self.end_at(end, lost)
+
+    cdef uint64_t lost_before(self, uint64_t end) noexcept:
+        """Return the position before which a ring lacks tokens of its window, or 0."""
+        cdef OneKindCache part
+        cdef uint64_t lost = 0
+        for part in self._parts[self._n_plain:]:
+            lost = max(lost, um.um_kv_lost_before(&part.kv, end))
+        return lost
+
+    cdef int end_at(self, uint64_t end, uint64_t lost) except -1:
+        """Let tokens that a ring lacks in its window count no longer in any layer."""
+        cdef OneKindCache part
+        cdef um.um_error err
+        if lost > self._first:
             for part in self._parts[:self._n_plain]:
                 if um.um_kv_trim(&part.kv, end - lost, 0, &err) != um.UM_OK:
                     part.fail(&err, "rollback")
         for part in self._parts:
             part.note_end()
             part.settle()
-        return self.set_first(first, 0)
+        return self.set_first(max(self._first, lost), 0)
 
     # ---- appending ----
 
@@ -494,7 +503,7 @@ cdef class LayeredKVCache:
     @cython.critical_section
     def commit(self, n: int) -> None:
         cdef OneKindCache part
-        cdef uint64_t count = size_of(n, "n"), end = self.end_of_all()
+        cdef uint64_t count = size_of(n, "n"), end = self.end_of_all(), lost
         self.begin()
         if self._states is not None and count != self._reserved:
             if not self._reserved:
@@ -504,6 +513,12 @@ cdef class LayeredKVCache:
                              "checkpoint")
         for part in self._parts:
             part.commit(n)
+        # Reserved rows that are not committed may have taken those of tokens in a window.
+        lost = self.lost_before(end + count)
+        if lost > self._first:
+            for part in self._parts:
+                part._most_bytes = part.most_bytes()
+            self.end_at(end + count, lost)
         if self._states is not None:
             self._end, self._reserved = end + count, 0
             self.checkpoint_if_due(end)
