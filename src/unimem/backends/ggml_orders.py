@@ -107,6 +107,7 @@ def _is_tiled(kind: int) -> bool:
     return "AVX2" in ggml.features() and ggml.MATMUL_TYPES.get(kind) in TILED_TYPES
 
 
+@functools.lru_cache(maxsize=1024)
 def order_of(buffer_type: BufferType, kind: int, ne: tuple[int, ...]) -> Order | None:
     """Return the order of one buffer type for a weight: see `find_order`."""
     if len(ne) not in (2, 3) or kind not in ggml.MATMUL_TYPES:

@@ -57,7 +57,6 @@ def read_anew(contents: Contents) -> int:
                 started = time.monotonic()
                 memory.block._warm_range(memory.block_offset + begin, nbytes)
                 done += nbytes
-                if nbytes > _LEAST_RATE * (time.monotonic() - started):
-                    continue
-                return done
+                if nbytes < _LEAST_RATE * (time.monotonic() - started):
+                    return done
     return done
