@@ -9,7 +9,7 @@ import pytest
 
 from support.files import gguf_files as gf
 from unimem.weights import large_folios
-from unimem.weights.large_folios import read_anew
+from unimem.weights.large_folios import ask_for_huge_pages, read_anew
 from unimem.weights.opened import Weights, open_weights
 
 MIB = 1 << 20
@@ -41,6 +41,7 @@ def test_a_file_is_read_anew_where_that_gives_huge_pages(
     monkeypatch.setattr(large_folios, "_LEAST_RATE", 0)
     with warmed(path) as weights:
         before = weights.residency()
+        ask_for_huge_pages(weights)
         if before.huge_bytes > before.nbytes // 2:
             pytest.skip("this file system writes files in large folios")
         assert read_anew(weights) >= 68 * MIB
@@ -60,6 +61,7 @@ def test_a_slow_disk_is_read_no_further(path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(large_folios, "_LEAST_RATE", float("inf"))
     monkeypatch.setattr(large_folios, "_ENOUGH", 2)
     with warmed(path) as weights:
+        ask_for_huge_pages(weights)
         assert read_anew(weights) == 64 * MIB
         weights.warm()
         assert not weights.tensors["w"].as_array().any()
@@ -75,3 +77,13 @@ def test_small_models_and_huge_ones_are_left_alone(
         monkeypatch.setattr(large_folios, "_ENOUGH", 2)
         monkeypatch.setattr(large_folios, "_LEAST_BYTES", 1 << 30)
         assert read_anew(weights) == 0
+
+
+def test_a_file_on_the_disk_arrives_in_large_folios(path: Path) -> None:
+    with warmed(path) as weights:
+        weights.evict()
+        ask_for_huge_pages(weights)
+        weights.warm()
+        if not weights.residency().huge_bytes:
+            pytest.skip("this kernel or file system has no large folios for mapped files")
+        assert read_anew(weights) == 0  # nothing is read twice

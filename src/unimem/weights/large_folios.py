@@ -9,19 +9,30 @@ processes that map it.
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from unimem.weights.files import reopen
 from unimem.weights.residency import drop, measure_residency
 from unimem.weights.tensors import Contents
 
-__all__ = ["read_anew"]
+__all__ = ["ask_for_huge_pages", "read_anew"]
 
 _LEAST_BYTES = 64 << 20  # a smaller model gains less than reading it costs
 _ENOUGH = 0.5  # of a model in huge pages
 _PIECE_BYTES = 64 << 20
 # Bytes a second. A disk that is slower costs the start more than a conversation gains.
 _LEAST_RATE = 5e8
+
+
+def ask_for_huge_pages(contents: Contents) -> None:
+    """Let files that are not in the page cache yet arrive there in large folios.
+
+    Files in memory are left alone, as is a kernel without huge pages.
+    """
+    for part in contents._parts:
+        if not part.file.in_memory:
+            with suppress(OSError):
+                part.memory.block.advise("hugepage")
 
 
 def read_anew(contents: Contents) -> int:
@@ -34,7 +45,7 @@ def read_anew(contents: Contents) -> int:
     Parameters
     ----------
     contents : Contents
-        Mapped weights, which are warm.
+        Mapped weights, which are warm, after `ask_for_huge_pages`.
     """
     found = measure_residency(contents)
     if contents.nbytes < _LEAST_BYTES or found.huge_bytes >= _ENOUGH * found.mapped_bytes:
@@ -47,9 +58,8 @@ def read_anew(contents: Contents) -> int:
                 continue
             fd = stack.enter_context(reopen(part.file))
             try:
-                memory.block.advise("hugepage")
                 memory.block.advise("dontneed")
-            except (OSError, ValueError):  # no huge pages here, or locked in RAM
+            except (OSError, ValueError):  # locked in RAM
                 return done
             for begin in range(0, memory.nbytes, _PIECE_BYTES):
                 nbytes = min(_PIECE_BYTES, memory.nbytes - begin)

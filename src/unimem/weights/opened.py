@@ -18,7 +18,7 @@ from unimem.system import limits, policy
 from unimem.system.placement import Lock, Placement, PlacementOptions, sum_placements
 from unimem.weights import residency
 from unimem.weights.files import FileRange, ModelFile, Source
-from unimem.weights.large_folios import read_anew
+from unimem.weights.large_folios import ask_for_huge_pages, read_anew
 from unimem.weights.loading import (
     AccessPattern,
     Load,
@@ -702,6 +702,7 @@ def lock_what_is_mapped(weights: Weights) -> None:
 def warm_where_it_fits(weights: Weights, threads: int, progress: Progress | None) -> None:
     """Bring a mapped model into RAM; if it cannot stay there, warn instead."""
     try:
+        ask_for_huge_pages(weights)
         weights.warm(threads, progress)
         if read_anew(weights):
             weights.warm(threads)
