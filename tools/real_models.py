@@ -96,7 +96,7 @@ def run(model: Path, *arguments: object) -> Any:
 
 
 def check_alone(model: Path, file: File) -> dict[str, bool]:
-    """Return what of the promises about one engine is true."""
+    """Return which promises about one engine are true."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         session = Path(folder) / "session"
@@ -136,7 +136,7 @@ def greedy(decoder: Decoder, prompt: list[int]) -> list[int]:
 
 
 def check_with_llama(model: Path, python: str) -> dict[str, bool]:
-    """Return what of the promises about llama.cpp's text is true."""
+    """Return which promises about llama.cpp's text are true."""
     asked = texts(0, 300)
     said = llama_peer.ask(python, "tokenize", model=str(model), texts=asked)
     with Decoder(model, ctx=_CTX, threads=1) as decoder:

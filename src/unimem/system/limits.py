@@ -421,7 +421,7 @@ def huge_pools(cgroup: str | None = None) -> dict[str, HugePool]:
 
 
 def _allowed_nodes() -> set[int]:
-    """Return the nodes of which this process may have memory; all, if the kernel has no NUMA."""
+    """Return the nodes whose memory this process may use; all, if the kernel has no NUMA."""
     allowed = kernel_files.read_fields("/proc/self/status").get("Mems_allowed_list")
     return set(range(_MOST_NODES) if allowed is None else parse_list(allowed))
 
