@@ -1,8 +1,9 @@
 """Mapped model files in large folios of the page cache, which the kernel maps as huge pages.
 
 A file that was written piece by piece lies in the cache in small folios: each 4 KiB page has an
-entry of its own in the page tables, which decoding waits for (docs/weights.md). If it is read anew through a mapping that asks for huge pages, the cache has it in folios of 2 MiB, for all
-processes that map it.
+entry of its own in the page tables, which decoding waits for (docs/weights.md). If it is read anew
+through a mapping that asks for huge pages, the cache has it in folios of 2 MiB, for all processes
+that map it.
 """
 
 from __future__ import annotations
