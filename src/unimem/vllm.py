@@ -70,7 +70,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     where, ram_bytes, disk_bytes
         As for `KVStore`. vLLM's own CPU memory is in front of it.
     model : str, optional
-        Distinguishes models of one name, such as a revision: vLLM knows only the name.
+        Distinguishes models of one name, such as a revision: vLLM knows only the name. A model in a
+        local folder is known by all bytes of its files.
     n_threads : int, default 8
         Threads that read and write chunks.
     locality : {"LOCAL", "REMOTE"}, optional

@@ -21,6 +21,7 @@ import unimem as um
 from support.models import tiny_transformers as tiny
 from unimem.errors import SnapshotError
 from unimem.transformers import KVCache, model_name
+from unimem.weights.content_hash import hash_in_threads
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +43,7 @@ def name_of(module: nn.Module) -> str:
     return model_name.weights_hash(module)
 
 
-class LoRA(nn.Module):
+class LoRA(nn.Module):  # type: ignore[misc]
     """A projection with an adapter, with the names of PEFT's layers."""
 
     def __init__(self, base: nn.Module) -> None:
@@ -200,9 +201,19 @@ def test_layout_and_ties_do_not_count() -> None:
     assert name_of(both) != name_of(one)
 
 
+def test_views_of_the_same_memory_differ() -> None:
+    square = torch.complex(torch.randn(4, 4), torch.randn(4, 4))
+    names = set()
+    for view in (square, square.T, square.conj(), square.T.conj()):
+        module = nn.Module()
+        module.register_buffer("one", square)
+        module.register_buffer("two", view)
+        names.add(name_of(module))
+    assert len(names) == 4
+
+
 def test_weights_are_hashed_where_they_are_and_once() -> None:
     seen: list[tuple[int, int]] = []
-    hash_in_threads = model_name.hash_in_threads
 
     def spy(work: Any, *arguments: Any) -> Any:
         seen.extend((each.data.ctypes.data, each.data.nbytes) for each in work)
@@ -246,7 +257,7 @@ def test_tensors_of_all_kinds_count() -> None:
 
 
 def test_state_that_is_no_tensor_counts() -> None:
-    class Packed(nn.Module):
+    class Packed(nn.Module):  # type: ignore[misc]
         def get_extra_state(self) -> Any:
             return (torch.ones(3), self.scale)
 
