@@ -5,7 +5,7 @@ samples of the weights, and are refused.
 
 Nothing is remembered. torch counts writes to a tensor, but not those through ``.data``, by which
 adapters are merged, nor those of NumPy. Hashing takes about as long as the weights take to be read
-from memory once, as each token does.
+from memory once, and less than a token does.
 """
 
 from __future__ import annotations
