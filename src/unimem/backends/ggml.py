@@ -18,7 +18,6 @@ from unimem.system.cpu_features import cpu_features, missing_cpu_features
 
 __all__ = [
     "ALL_THREADS",
-    "BF16",
     "DATA_OFFSET",
     "F16",
     "F32",
@@ -126,7 +125,6 @@ except ImportError as error:
 limits.note_binding(_before)
 
 from unimem_ggml.binding import (  # noqa: E402 - the thread's CPUs are noted first
-    BF16,
     DATA_OFFSET,
     F16,
     F32,
