@@ -26,7 +26,7 @@ from unimem.base.text import (
 from unimem.errors import CapacityError
 from unimem.kv.layer_specs import Layer, LayerKV, LayerState
 from unimem.models.families import KeptLayer, KeptState, in_words
-from unimem.planning.llama_cpp import Engine
+from unimem.planning.llama_cpp import NO_COMPUTE, Engine
 from unimem.planning.needs import Mode
 from unimem.system.placement import Pages
 
@@ -160,7 +160,13 @@ class Plan:
         Conversations of a llama-server: a number, with ``":divided"`` if each has an equal part of
         the context.
     is_counted : bool
-        Whether the rows have all that its layers keep.
+        Whether the rows have all that its layers keep, and for llama.cpp what it computes with.
+    no_tokenizer : str or None
+        Why `unimem run` cannot tokenize the text of the model, with the key of the file, and what
+        works all the same; None if it can, or if the engine is another one.
+    unhashed_bytes : int
+        Bytes of weights that the first `Decoder` with a store, or with a session to save or to
+        resume, reads to hash them; 0 if their hash is known, or if the engine is another one.
     model_ctx : int or None
         The model's own context, if its header has it.
     layers : tuple of KeptRows or KeptState
@@ -194,6 +200,8 @@ class Plan:
     engine: Engine = "unimem"
     slots: str | None = None
     is_counted: bool = True
+    no_tokenizer: str | None = None
+    unhashed_bytes: int = 0
 
     def __getitem__(self, category: str) -> Row:
         """Return the row of a category: of main memory, else of the first device that has one.
@@ -340,6 +348,7 @@ def is_as_asked(plan: Plan) -> bool:
 # ---- what people read ---------------------------------------------------------------------------
 
 _INDENT = 3  # of text to be typed
+_NOTICED = 64 << 20  # bytes: fewer are hashed in a tenth of a second
 _EXACT = 10 * 1024  # contexts below are written exactly, others in units of 1024
 
 
@@ -413,6 +422,8 @@ def _facts(plan: Plan, path: str) -> dict[str, str]:
         "load": f"{plan.load}: {plan.load_reason}",
         "machine": known.get("machine") or "",
         "image": known.get("image") or "",
+        "text": plan.no_tokenizer or "",
+        "hash": _hashing(plan.unhashed_bytes),
         "pages": plan.pages if plan.pages != "auto" else "",
         "numa": known.get("numa") or plan.numa or "",
     }
@@ -424,6 +435,13 @@ def _fetched(known: dict[str, Any]) -> str:
     if "read_bytes" not in known:
         return ""
     return f"{format_bytes(known['read_bytes'])} of {format_bytes(known['file_bytes'])}"
+
+
+def _hashing(nbytes: int) -> str:
+    """Say what it costs to hash the weights, which sessions and stores are bound to."""
+    if nbytes < _NOTICED:
+        return ""
+    return f"not known yet: a session or store first reads {format_bytes(nbytes)} of weights"
 
 
 def _memory_lines(surface: Surface, plan: Plan) -> Iterator[str]:
@@ -504,14 +522,16 @@ def _verdict(surface: Surface, plan: Plan) -> str:
         return start + name + end
     if plan.verdict == "at least":
         known = _of(plan.total_bytes - plan.unread_bytes, plan.available_bytes)
-        start, end = f"At least {known}: the cache of ", " is not known."
+        what = "what is computed for" if NO_COMPUTE in plan.unknown else "the cache of"
+        start, end = f"At least {known}: {what} ", " is not known."
         name = escape(plan.facts.get("architecture") or "this file")
         return start + shorten(name, max(8, surface.width - len(start) - len(end))) + end
     if plan.spilled_bytes:
         again = format_bytes(plan.spilled_bytes)
         return f"Reads from disk: {again} with every token. {_largest(plan)}"
     fits = [_of(plan.total_bytes - plan.unread_bytes, plan.available_bytes)]
-    fits += ["compute buffers not counted"] if plan.engine == "llama.cpp" else []
+    is_computed = plan.engine == "unimem" or any(row.category == "compute" for row in plan.rows)
+    fits += [] if is_computed else ["compute buffers not counted"]
     devices = {row.device for row in plan.rows}
     fits += [f"{_figures(check)} on {check.name}" for check in plan.checks if check.name in devices]
     return f"Fits: {', '.join(fits)}. {_largest(plan)}"

@@ -5,14 +5,17 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from unimem._core.block import Block
+from unimem.engine.text.pre_tokenizers import unsupported_tokenizer
 from unimem.kv.types import block_values, round_up, row_bytes_of
 from unimem.models import shapes
 from unimem.planning.gpu_bytes import bytes_needed
 from unimem.planning.needs import Budget, Mode, Need, Storage
 from unimem.planning.repack_gain import RepackedPart, find_gain, reason_of
+from unimem.planning.widths import Widths, widths_of, widths_of_dims
 from unimem.system import policy
 from unimem.system.policy import lock_refusal
 from unimem.weights import loading
@@ -24,6 +27,7 @@ from unimem.weights.repack.image_search import look
 from unimem.weights.repack.repack import why_nothing
 from unimem.weights.safetensors import SafetensorsHeader
 from unimem.weights.tensors import Contents, headers_of
+from unimem.weights.whole_hash import is_hash_known
 
 if TYPE_CHECKING:
     from unimem.models.dims import ModelDims
@@ -68,6 +72,18 @@ class ModelSource(Protocol):
     shape: Shape
     facts: dict[str, Any]
 
+    @property
+    def widths(self) -> Widths | None:
+        """The widths of the model's graph, if known."""
+
+    @property
+    def no_tokenizer(self) -> str | None:
+        """Why the engine cannot tokenize the model's text; None if it can."""
+
+    @property
+    def unhashed_bytes(self) -> int:
+        """Bytes that the engine's first session or store reads for the hash of the weights."""
+
     def mode(
         self, load: EngineLoad, placement: PlacementOptions, budget: Budget, *, repacks: bool = True
     ) -> ModeChoice:
@@ -104,8 +120,12 @@ class _Unevictable(NamedTuple):
 class DimsSource:
     """Estimated weights of a dense model. For one thread."""
 
+    no_tokenizer = None
+    unhashed_bytes = 0
+
     def __init__(self, dims: ModelDims) -> None:
         self.shape = shapes.from_dims(dims, None, (_ESTIMATED,))
+        self.widths = widths_of_dims(dims)
         self.facts: dict[str, Any] = {"format": "dimensions"}
         hidden = dims.hidden_size
         layer = hidden * (2 * dims.q_size + 2 * dims.kv_size + 3 * dims.intermediate_size)
@@ -163,6 +183,26 @@ class _HeaderSource:
         self._held: _Unevictable | None = None
         self._repacked: RepackedPart | None = None
         self.shape, self.facts = _describe(contents, files, index)
+        self._is_here = True
+
+    @cached_property
+    def widths(self) -> Widths | None:
+        """The widths of the model's graph, if known."""
+        if self.facts["format"] == "GGUF":
+            return widths_of(self._contents)
+        return None if self.shape.dims is None else widths_of_dims(self.shape.dims)
+
+    @cached_property
+    def no_tokenizer(self) -> str | None:
+        """Why the engine cannot tokenize the model's text; None if it can."""
+        return unsupported_tokenizer(self._contents.metadata) if self.shape.is_run else None
+
+    @cached_property
+    def unhashed_bytes(self) -> int:
+        """Bytes that the engine's first session or store reads for the hash of the weights."""
+        if not self.shape.is_run or (self._is_here and is_hash_known(self._contents)):
+            return 0
+        return self._contents.nbytes
 
     def by_type(self) -> dict[str, int]:
         """Return the bytes of all tensors of each type."""
