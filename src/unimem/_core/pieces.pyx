@@ -2,7 +2,6 @@
 """Pieces of files that are read into slots when they are needed: weights larger than RAM."""
 import errno
 import os
-import warnings
 
 import numpy as np
 
@@ -20,7 +19,6 @@ from unimem._core cimport native as um
 from unimem._core.arrays cimport dtype_of, size_of
 from unimem._core.block cimport Block
 from unimem._core.mapping cimport discard_range
-from unimem._core.region cimport new_window
 from unimem._core.status cimport raise_status
 
 #: from typing import Literal, TypedDict, Unpack
@@ -339,15 +337,17 @@ cdef class Pieces:
         cdef um.um_pieces_pool *known = (<_Spec>self._spec).pool(pool)
         cdef Block block = self.blocks[pool]
         descr = dtype_of(dtype)
-        one = np.empty((0, *shape), descr)
-        nbytes = int(np.prod(shape, dtype=np.int64)) * descr.itemsize
-        wanted = known.part_nbytes[_part_of(known, part)]
+        cdef list steps = []
+        nbytes, wanted = descr.itemsize, known.part_nbytes[_part_of(known, part)]
+        for extent in reversed(shape):
+            steps.insert(0, nbytes)
+            nbytes *= extent
         if nbytes != wanted:
             raise ValueError(f"shape: expected {wanted} bytes of part {part} of pool {pool}, got "
                              f"{nbytes}: {tuple(shape)} of {descr}")
         whole = block.as_array("uint8", (known.n_slots * known.stride,))
         found = np.ndarray((known.n_slots, *shape), descr, whole, known.part_offset[part],
-                           (known.stride, *one.strides[1:]))
+                           (known.stride, *steps))
         found.flags.writeable = False
         return found
 
