@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 import unimem as um
 from support.files import gguf_files as gf
+from unimem.weights.stream.stream import Stream
 
 # The bytes of a block of values of a type, and how many it has.
 _BLOCKS = {gf.F32: (4, 1), gf.F16: (2, 1), gf.I8: (1, 1), gf.Q8_0: (34, 32)}
@@ -71,6 +72,11 @@ def blocks(n_layers: int = 8) -> Tensors:
 
 def streamed(weights: um.Weights) -> dict[str, um.StreamedTensor]:
     return {name: t for name, t in weights.items() if isinstance(t, um.StreamedTensor)}
+
+
+def stream(weights: um.Weights) -> Stream:
+    assert weights.stream is not None
+    return weights.stream
 
 
 def tensor(weights: um.Weights, name: str) -> um.StreamedTensor:
