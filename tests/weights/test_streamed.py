@@ -319,6 +319,18 @@ def test_what_needs_all_of_a_model(path: Path) -> None:
                 use()
 
 
+def test_a_report_names_it(path: Path) -> None:
+    with um.open_weights(path, load="stream") as w:
+        models.tensor(w, "blk.0.ffn_up_exps.weight").ensure([1, 2])
+        (found,) = um.report().facts["streams"]
+        assert found == models.stream(w).to_dict()
+        assert (found["path"], found["misses"], found["hits"]) == (str(path), 2, 0)
+        text = str(um.report())
+        assert f"{path} (" in text.replace("\n", " ")
+        assert "weights:slots" in text
+    assert "streams" not in um.report().facts
+
+
 def test_close(path: Path) -> None:
     w = um.open_weights(path, load="stream")
     gate = models.tensor(w, "blk.0.ffn_gate_exps.weight")
