@@ -265,6 +265,9 @@ class Stream:
                     if time.monotonic() > end:
                         raise
                     time.sleep(_LOOK_SECONDS)
+            if budget.slots[i] > now[i]:
+                block, begin = self._blocks[i], now[i] * self._pieces.stride(i)
+                block._warm_range(begin, block.committed_bytes - begin)
 
     def _pin(self, progress: Callable[[int], object] = lambda _: None) -> None:
         """Read the blocks of a model without experts that stay in memory, evenly spread.
