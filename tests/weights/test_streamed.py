@@ -208,6 +208,16 @@ def test_a_live_view_keeps_no_memory_of_slots_that_went(path: Path) -> None:
         models.check(gate, range(8))
 
 
+def test_all_of_its_memory_is_placed_as_asked(path: Path) -> None:
+    options: Any = {"pages": "4k", "numa": "preferred:0", "lock": "onfault"}
+    with um.open_weights(path, load="stream", **options) as w:
+        assert len(w.blocks) == 3
+        for block in w.blocks:
+            assert {name: block.requested[name] for name in options} == options
+        assert w.verify().pages == "4k"
+        assert w.verify().resident_bytes == w.mapped_bytes, "it is warm"
+
+
 def test_progress_counts_what_is_read_at_first(tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
     file = models.write(tmp_path / "m.gguf", models.blocks())
