@@ -213,7 +213,8 @@ def test_all_of_its_memory_is_placed_as_asked(path: Path) -> None:
     with um.open_weights(path, load="stream", **options) as w:
         assert len(w.blocks) == 3
         for block in w.blocks:
-            assert {name: block.requested[name] for name in options} == options
+            requested: Any = block.requested
+            assert {name: requested[name] for name in options} == options
         assert w.verify().pages == "4k"
         assert w.verify().resident_bytes == w.mapped_bytes, "it is warm"
 
@@ -351,8 +352,8 @@ def test_a_report_names_it(path: Path) -> None:
         (found,) = um.report().facts["streams"]
         assert found == models.stream(w).to_dict()
         assert (found["path"], found["misses"], found["hits"]) == (str(path), 2, 0)
-        text = str(um.report())
-        assert f"{path} (" in text.replace("\n", " ")
+        text = " ".join(str(um.report()).split())
+        assert "0 of 2 pieces were in memory, 0.0%;" in text
         assert "weights:slots" in text
     assert "streams" not in um.report().facts
 
