@@ -386,6 +386,26 @@ def test_close(path: Path) -> None:
     assert "closed" in repr(stream)
 
 
+def test_an_engine_that_holds_pieces_keeps_the_slots(tmp_path: Path) -> None:
+    file = models.write(tmp_path / "m.gguf", models.blocks(), n_used=2)
+    with um.open_weights(file, load="stream") as w:
+        stream, up = models.stream(w), models.tensor(w, "blk.1.ffn_up.weight")
+        models.check(up, [0])
+        engine = stream._pieces.holder()
+        engine.ensure([0])
+        with pytest.raises(BufferError, match="open holders"):
+            w.close()
+        n = stream.misses
+        models.check(up, [0])
+        assert stream.misses == n, "all blocks are still there"
+    assert w.closed
+    assert engine.ensure([1]).shape == (1,)
+    with pytest.raises(ClosedError):
+        up.ensure([0])
+    engine.close()
+    stream._close()
+
+
 def test_views_outlive_a_with(path: Path) -> None:
     with um.open_weights(path, load="stream") as w:
         gate = models.tensor(w, "blk.0.ffn_gate_exps.weight")

@@ -321,11 +321,19 @@ class Stream:
         return max(0, before - self.slot_bytes)
 
     def _close(self) -> None:
-        """End it: wait for reads, and give the slots back. Twice is no error."""
+        """End it: wait for reads, and give the slots back. Twice is no error.
+
+        BufferError: an engine has a holder of its own; the stream goes on.
+        """
         for each in list(self._holders):
             each.holder.close()
+        self._local, self._holders = threading.local(), WeakSet()
         self._unpin()
-        self._pieces.close()
+        try:
+            self._pieces.close()
+        except BufferError:
+            self._pin()
+            raise
         self._files.fds.close()
 
     def __repr__(self) -> str:
