@@ -21,6 +21,7 @@ pytest.importorskip(
 )
 
 from unimem.backends import ggml, ggml_orders
+from unimem.models.shapes import TILED_TYPES
 
 ALL_KINDS = tuple(ggml.MATMUL_TYPES)
 KINDS = [kind for kind in ALL_KINDS if ggml_orders.find_order(kind, (256, 64))]
@@ -131,6 +132,17 @@ def test_products_are_those_of_the_file_s_order(
     ):
         buffer.adopt(ours.weight, copy.ctypes.data)
         np.testing.assert_array_equal(ours.of(n, threads=1), got)
+
+
+def test_tiles_keep_the_file_s_order_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    for features, expected in (
+        ({"AVX2"}, TILED_TYPES - {"q4_K"}),
+        ({"AVX2", "AVX512", "AVX512_VNNI"}, TILED_TYPES),
+        ({"NEON"}, set()),
+    ):
+        monkeypatch.setattr(ggml, "features", lambda found=features: dict.fromkeys(found, "1"))
+        kinds = ggml.MATMUL_TYPES.items()
+        assert {name for kind, name in kinds if ggml_orders._is_tiled(kind)} == expected
 
 
 def test_a_type_or_shape_without_an_order_has_none() -> None:
