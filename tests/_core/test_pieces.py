@@ -394,20 +394,20 @@ def test_signals_do_not_lose_pieces(path: Path) -> None:
 
 
 def test_threads_share_the_pieces(path: Path) -> None:
-    failures = []
+    failures: list[BaseException] = []
 
     def work(seed: int) -> None:
         random = np.random.default_rng(seed)
         try:
-            with pieces.holder() as holder:
+            with shared.holder() as holder:
                 for _ in range(100):
                     ids = random.integers(0, N_PIECES, 2).tolist()
-                    pieces.prefetch(random.integers(0, N_PIECES, 2))
-                    check(pieces, holder, ids)
+                    shared.prefetch(random.integers(0, N_PIECES, 2).tolist())
+                    check(shared, holder, ids)
         except BaseException as error:
             failures.append(error)
 
-    with make(path, 10) as pieces:
+    with make(path, 10) as shared:
         threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
         for thread in threads:
             thread.start()

@@ -30,7 +30,9 @@ enum {
     REQUEST_NBYTES = 1 << 20, /* of one read; whole units */
     AWAITED_CALLS = 32        /* so many calls after a prefetch, a use is no longer expected */
 };
-static const double HALF_LIFE = 4.0; /* a use counts half after so many uses, times the pieces */
+/* A use counts half after 20 uses of each piece on average. If all pieces are used alike, a shorter
+ * memory takes chance for a habit; a longer one does not notice that habits change. */
+static const double HALF_LIFE = 20;
 
 typedef struct source {
     int fd;
