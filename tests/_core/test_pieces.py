@@ -306,7 +306,7 @@ WRONG: list[tuple[str, type[Exception], str, Callable[[Pieces, Holder], object]]
     ("id", ValueError, "no such piece", lambda p, h: h.ensure([N_PIECES])),
     ("negative id", ValueError, "no such piece", lambda p, h: p.prefetch([-1])),
     ("many", um.CapacityError, "asked for 7 slots", lambda p, h: h.ensure(range(7))),
-    ("open holder", BufferError, "1 open holders", lambda p, h: p.close()),
+    ("open holder", BufferError, "1 open holders or calls", lambda p, h: p.close()),
     ("file", ValueError, "the number of a file", lambda p, h: p.is_direct(1)),
     ("pickle", TypeError, "cannot be pickled", lambda p, h: p.__reduce__()),
 ]

@@ -724,10 +724,11 @@ um_status um_pieces_resize(um_pieces *pieces, uint32_t number, uint32_t n_slots,
         if (slot->state == UM__SLOT_READY) {
             evict(pieces, slot);
             slot->state = UM__SLOT_FREE;
-        } else if (slot->state == UM__SLOT_READING || slot->state == UM__SLOT_MOVING) {
+        } else if (slot->state == UM__SLOT_READING) {
             give_up(pieces, slot);
-            slot->state = slot->n_under_way == 0 && slot->state == UM__SLOT_READING ? UM__SLOT_FREE
-                                                                                    : slot->state;
+            slot->state = slot->n_under_way == 0 ? UM__SLOT_FREE : slot->state;
+        } else if (slot->state == UM__SLOT_MOVING && slot->piece != UM__NO_PIECE) {
+            forget_piece(pieces, slot); /* the thread that moves it makes it free */
         }
     }
     set_n_slots(pieces, pool, n_slots);
