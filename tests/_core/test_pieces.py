@@ -306,7 +306,7 @@ WRONG: list[tuple[str, type[Exception], str, Callable[[Pieces, Holder], object]]
     ("id", ValueError, "no such piece", lambda p, h: h.ensure([N_PIECES])),
     ("negative id", ValueError, "no such piece", lambda p, h: p.prefetch([-1])),
     ("many", um.CapacityError, "asked for 7 slots", lambda p, h: h.ensure(range(7))),
-    ("open holder", BufferError, "1 open holders", lambda p, h: p.close()),
+    ("open holder", BufferError, "1 open holders or calls", lambda p, h: p.close()),
     ("file", ValueError, "the number of a file", lambda p, h: p.is_direct(1)),
     ("pickle", TypeError, "cannot be pickled", lambda p, h: p.__reduce__()),
 ]
@@ -394,20 +394,20 @@ def test_signals_do_not_lose_pieces(path: Path) -> None:
 
 
 def test_threads_share_the_pieces(path: Path) -> None:
-    failures = []
+    failures: list[BaseException] = []
 
     def work(seed: int) -> None:
         random = np.random.default_rng(seed)
         try:
-            with pieces.holder() as holder:
+            with shared.holder() as holder:
                 for _ in range(100):
                     ids = random.integers(0, N_PIECES, 2).tolist()
-                    pieces.prefetch(random.integers(0, N_PIECES, 2))
-                    check(pieces, holder, ids)
+                    shared.prefetch(random.integers(0, N_PIECES, 2).tolist())
+                    check(shared, holder, ids)
         except BaseException as error:
             failures.append(error)
 
-    with make(path, 10) as pieces:
+    with make(path, 10) as shared:
         threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
         for thread in threads:
             thread.start()

@@ -30,7 +30,9 @@ enum {
     REQUEST_NBYTES = 1 << 20, /* of one read; whole units */
     AWAITED_CALLS = 32        /* so many calls after a prefetch, a use is no longer expected */
 };
-static const double HALF_LIFE = 4.0; /* a use counts half after so many uses, times the pieces */
+/* A use counts half after 20 uses of each piece on average. If all pieces are used alike, a shorter
+ * memory takes chance for a habit; a longer one does not notice that habits change. */
+static const double HALF_LIFE = 20;
 
 typedef struct source {
     int fd;
@@ -722,10 +724,11 @@ um_status um_pieces_resize(um_pieces *pieces, uint32_t number, uint32_t n_slots,
         if (slot->state == UM__SLOT_READY) {
             evict(pieces, slot);
             slot->state = UM__SLOT_FREE;
-        } else if (slot->state == UM__SLOT_READING || slot->state == UM__SLOT_MOVING) {
+        } else if (slot->state == UM__SLOT_READING) {
             give_up(pieces, slot);
-            slot->state = slot->n_under_way == 0 && slot->state == UM__SLOT_READING ? UM__SLOT_FREE
-                                                                                    : slot->state;
+            slot->state = slot->n_under_way == 0 ? UM__SLOT_FREE : slot->state;
+        } else if (slot->state == UM__SLOT_MOVING && slot->piece != UM__NO_PIECE) {
+            forget_piece(pieces, slot); /* the thread that moves it makes it free */
         }
     }
     set_n_slots(pieces, pool, n_slots);

@@ -12,7 +12,8 @@ cdef class Pieces:
     cdef readonly tuple blocks
     cdef object _spec
     cdef int _pid
-    cdef Py_ssize_t _n_holders
+    # Holders, and calls without the interpreter's lock.
+    cdef Py_ssize_t _n_users
     cdef object __weakref__
     # Raises ClosedError, also in a forked child.
     cdef int check_open(self) except -1
@@ -23,5 +24,7 @@ cdef class Holder:
     # For um_pieces_ensure. NULL once closed.
     cdef um.um_pieces_holder *holder
     cdef readonly Pieces pieces
+    # Whether a thread is in `ensure_ids`.
+    cdef bint _is_used
     # Calls um_pieces_ensure until no signal interrupts it, and runs Python's handlers of signals.
     cdef int ensure_ids(self, const int32_t *ids, size_t n, int32_t *slots) except -1

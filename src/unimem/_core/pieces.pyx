@@ -255,8 +255,10 @@ cdef class Pieces:
         cdef um.um_status status
         self.check_open()
         if given.shape[0] > 0:
+            self._n_users += 1
             with nogil:
                 status = um.um_pieces_prefetch(self.pieces, &given[0], given.shape[0], &err)
+            self._n_users -= 1
             if status != um.UM_OK:
                 self.fail(status, &err)
 
@@ -287,8 +289,10 @@ cdef class Pieces:
         cdef Block block = self.blocks[number]
         if n > known.n_slots:
             block.commit(n * known.stride)
+        self._n_users += 1
         with nogil:
             status = um.um_pieces_resize(self.pieces, number, n, &err)
+        self._n_users -= 1
         if status != um.UM_OK:
             self.fail(status, &err)
         cdef bint shrinks = n < known.n_slots
@@ -300,6 +304,7 @@ cdef class Pieces:
                 discard_range(block.region(), n * known.stride,
                               block.region().block.nbytes - n * known.stride)
 
+    @cython.critical_section
     def slot(self, piece: int) -> int | None:
         """Return the slot of a piece in its pool; None if it is not in memory."""
         self.check_open()
@@ -375,11 +380,13 @@ cdef class Pieces:
         return (<_Spec>self._spec).spec.n_pieces
 
     @property
+    @cython.critical_section
     def io(self) -> Literal["ring", "threads"]:
         """Whether an io_uring reads or threads do."""
         self.check_open()
         return "ring" if um.um_pieces_has_ring(self.pieces) else "threads"
 
+    @cython.critical_section
     def is_direct(self, file: int) -> bool:
         """Whether a file is read past the page cache."""
         self.check_open()
@@ -387,6 +394,7 @@ cdef class Pieces:
             raise ValueError(f"file: expected the number of a file, got {file}")
         return um.um_pieces_is_direct(self.pieces, file)
 
+    @cython.critical_section
     def stat(self) -> Stat:
         """Return totals since the creation; see ``um_pieces_stat`` in unimem_pieces.h."""
         cdef um.um_pieces_stat now
@@ -401,12 +409,18 @@ cdef class Pieces:
 
     @cython.critical_section
     def close(self) -> None:
-        """Wait for reads, and give the memory back. BufferError: a holder is open."""
+        """Wait for reads, and give the memory back.
+
+        Raises
+        ------
+        BufferError
+            A holder is open, or a call of another thread runs.
+        """
         if self.pieces == NULL:
             return
-        if self._n_holders > 0:
-            raise BufferError(f"Pieces '{self.name}' have {self._n_holders} open holders: close "
-                              "them first")
+        if self._n_users > 0:
+            raise BufferError(f"Pieces '{self.name}' have {self._n_users} open holders or calls "
+                              "that run: close the holders first")
         _destroy(self)
         for block in self.blocks:
             block.__exit__()  # arrays keep the memory until the last of them goes
@@ -469,12 +483,12 @@ cdef class Holder:
         cdef um.um_error err
         if self.holder != NULL:
             raise RuntimeError("the Holder is made already")
-        pieces.check_open()
-        if um.um_pieces_holder_create(&self.holder, pieces.pieces, &err) != um.UM_OK:
-            pieces.fail(err.status, &err)
-        self.pieces = pieces
         with cython.critical_section(pieces):
-            pieces._n_holders += 1
+            pieces.check_open()
+            if um.um_pieces_holder_create(&self.holder, pieces.pieces, &err) != um.UM_OK:
+                pieces.fail(err.status, &err)
+            self.pieces = pieces
+            pieces._n_users += 1
 
     def ensure(self, ids: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Make pieces present, and keep them until the next call, `release` or `close`.
@@ -513,36 +527,49 @@ cdef class Holder:
     cdef int ensure_ids(self, const int32_t *ids, size_t n, int32_t *slots) except -1:
         cdef um.um_error err
         cdef um.um_status status
-        self._check_open()
-        while True:
-            with nogil:
-                status = um.um_pieces_ensure(self.pieces.pieces, self.holder, ids, n, slots, &err)
-            if status == um.UM_OK:
-                return 0
-            if err.detail != um.UM_PIECES_INTERRUPTED:
-                self.pieces.fail(status, &err)
-            PyErr_CheckSignals()
+        with cython.critical_section(self):
+            self._check()
+            self._is_used = True
+        cdef um.um_pieces *pieces = self.pieces.pieces
+        try:
+            while True:
+                with nogil:
+                    status = um.um_pieces_ensure(pieces, self.holder, ids, n, slots, &err)
+                if status == um.UM_OK:
+                    return 0
+                if err.detail != um.UM_PIECES_INTERRUPTED:
+                    self.pieces.fail(status, &err)
+                PyErr_CheckSignals()
+        finally:
+            self._is_used = False
 
+    @cython.critical_section
     def release(self) -> None:
         """Let all pieces go; they stay in memory until others replace them."""
-        self._check_open()
+        self._check()
         um.um_pieces_release(self.pieces.pieces, self.holder)
 
-    def _check_open(self):
+    def _check(self):
         if self.holder == NULL:
             raise ClosedError("the Holder is closed")
+        if self._is_used:
+            raise BufferError("another thread is in a call of this Holder: make one for each "
+                              "thread")
         self.pieces.check_open()
 
+    @cython.critical_section
     def close(self) -> None:
-        """Let all pieces go, and end the holder."""
+        """Let all pieces go, and end the holder. BufferError: another thread uses it."""
+        if self.holder != NULL and self._is_used:
+            self._check()
         _end(self)
 
     def __enter__(self) -> Self:
-        self._check_open()
+        self._check()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        _end(self)
+        self.close()
 
     def __dealloc__(self):
         _end(self)
@@ -554,4 +581,4 @@ cdef void _end(Holder holder) noexcept:
     if gone != NULL:
         um.um_pieces_holder_destroy(gone)
         with cython.critical_section(holder.pieces):
-            holder.pieces._n_holders -= 1
+            holder.pieces._n_users -= 1
