@@ -8,6 +8,7 @@ import os
 from collections import Counter
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,6 +36,7 @@ def read(tmp_path: Path, monkeypatch: Patch) -> Reads:
     monkeypatch.setattr(disk_speed, "_LEAST_BYTES", 2 * MIB)
     monkeypatch.setattr(disk_speed, "_ENOUGH_BYTES", 5 * MIB)
     monkeypatch.setattr(disk_speed, "_MADE_BYTES", 3 * MIB)
+    monkeypatch.setattr(disk_speed, "_PASSES", 1)
     found: Reads = Counter()
     preadv = os.preadv
 
@@ -60,6 +62,7 @@ def test_each_place_of_a_given_file_is_read_once(tmp_path: Path, read: Reads) ->
     speed = measure_speed(path)
     assert read == {(str(path), i * MIB): 1 for i in range(4)}
     assert speed.bytes_per_second > 0
+    assert speed.memory_bytes_per_second > 100 * MIB
     assert date.fromisoformat(speed.measured) <= date.today()
 
 
@@ -107,7 +110,7 @@ def test_errors_name_the_path(tmp_path: Path, read: Reads, monkeypatch: Patch) -
 
 
 def test_it_is_remembered_for_a_machine(cache: Path, monkeypatch: Patch) -> None:
-    speed = DiskSpeed(2_500_000_000, "2026-11-28")
+    speed = DiskSpeed(2_500_000_000, 12_000_000_000, "2026-11-28")
     assert recall("vda") is None
     remember("vda", speed)
     remember("server:/models/" + "x" * 300, speed)
@@ -119,27 +122,27 @@ def test_it_is_remembered_for_a_machine(cache: Path, monkeypatch: Patch) -> None
 
 def test_nothing_is_kept_without_a_cache(monkeypatch: Patch) -> None:
     monkeypatch.setenv("UNIMEM_CACHE", "off")
-    remember("vda", DiskSpeed(1, "2026-11-28"))
+    remember("vda", DiskSpeed(1, 2, "2026-11-28"))
     assert recall("vda") is None
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{}", '{"bytes_per_second": 0, "measured": "2026-11-28"}',
-     '{"bytes_per_second": 1, "measured": "today"}', '{"bytes_per_second": 1, "measured": 2}',
-     '{"bytes_per_second": "1", "measured": "2026-11-28"}'],
+    ["", "[]", "{}", {"bytes_per_second": 0}, {"bytes_per_second": "1"},
+     {"memory_bytes_per_second": None}, {"measured": "today"}, {"measured": 2}],
 )  # fmt: skip
-def test_a_damaged_memory_is_none(cache: Path, text: str) -> None:
-    remember("vda", DiskSpeed(1, "2026-11-28"))
+def test_a_damaged_memory_is_none(cache: Path, text: Any) -> None:
+    remember("vda", DiskSpeed(1, 2, "2026-11-28"))
     (path,) = (cache / "disks").iterdir()
-    assert json.loads(path.read_text()) == {"bytes_per_second": 1, "measured": "2026-11-28"}
-    path.write_text(text)
+    good = {"bytes_per_second": 1, "memory_bytes_per_second": 2, "measured": "2026-11-28"}
+    assert json.loads(path.read_text()) == good
+    path.write_text(text if isinstance(text, str) else json.dumps(good | text))
     assert recall("vda") is None
 
 
 def test_a_folder_of_others_is_not_believed(cache: Path) -> None:
-    remember("vda", DiskSpeed(1, "2026-11-28"))
+    remember("vda", DiskSpeed(1, 2, "2026-11-28"))
     (cache / "disks").chmod(0o777)
     assert recall("vda") is None
     with pytest.raises(PermissionError):
-        remember("vda", DiskSpeed(2, "2026-11-28"))
+        remember("vda", DiskSpeed(2, 3, "2026-11-28"))

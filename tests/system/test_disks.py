@@ -77,8 +77,8 @@ def test_all_mounts_of_a_disk_are_one(machine: Invented) -> None:
     )
     (disk,) = find_disks()
     assert (disk.name, disk.mounts, disk.speed) == ("vda", ("/", "/mnt/etc"), None)
-    remember("vda", DiskSpeed(123, "2026-11-28"))
-    assert [disk.speed for disk in find_disks()] == [DiskSpeed(123, "2026-11-28")]
+    remember("vda", DiskSpeed(123, 456, "2026-11-28"))
+    assert [disk.speed for disk in find_disks()] == [DiskSpeed(123, 456, "2026-11-28")]
 
 
 def test_a_link_leads_to_the_disk_of_its_target(machine: Invented, tmp_path: Path) -> None:

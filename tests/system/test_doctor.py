@@ -71,7 +71,7 @@ def test_a_disk_is_measured_and_remembered(
     tmp_path: Path, machine: Invented, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured: list[Path] = []
-    speed = DiskSpeed(2 << 30, "2026-11-28")
+    speed = DiskSpeed(2 << 30, 8 << 30, "2026-11-28")
 
     def measure(path: Path) -> DiskSpeed:
         measured.append(path)

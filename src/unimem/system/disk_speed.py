@@ -1,4 +1,4 @@
-"""The speed of a disk's direct reads: measured as streamed weights are read, and remembered.
+"""The speed of a disk's direct reads, and of memory: measured, and remembered for plans.
 
 It is remembered for this user and this machine, in a file of ``disks`` in the cache folder.
 """
@@ -14,19 +14,25 @@ import stat
 import tempfile
 import time
 from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from datetime import date
 from itertools import islice
 from pathlib import Path
+from typing import Any, TypeVar
 from urllib.parse import quote
+
+import numpy as np
 
 from unimem.base.atomic_file import write_text
 from unimem.base.cache_folder import cache_folder, check_own_folder
 from unimem.base.threads import run_in_threads
+from unimem.system import limits
 
 __all__ = ["DiskSpeed", "measure_speed", "recall", "remember"]
 
+_T = TypeVar("_T")
 _REQUEST_BYTES = 1 << 20  # about an expert
 _AT_ONCE = 16
 _MOST_BYTES = 2 << 30
@@ -36,26 +42,33 @@ _ENOUGH_BYTES = 1 << 30  # of a file, to look no further
 _MOST_NAMES = 20_000  # of files to choose from
 _MADE_BYTES = 256 << 20
 _NAME_CHARS = 200
+# Memory is read in pieces of which a core has many.
+_MEMORY_BYTES, _PIECE_BYTES, _PASSES = 128 << 20, 4 << 20, 6
 
 
 @dataclass(frozen=True, slots=True)
 class DiskSpeed:
-    """The measured speed of a disk. Immutable.
+    """The measured speed of a disk, and of memory beside it. Immutable.
 
     Attributes
     ----------
     bytes_per_second : int
         Of reads of 1 MiB past the page cache, 16 at the same time, at random places.
+    memory_bytes_per_second : int
+        With which the cores of this process read memory, as they do to compute a token.
     measured : str
         The day, as in "2026-11-28".
     """
 
     bytes_per_second: int
+    memory_bytes_per_second: int
     measured: str
 
 
 def measure_speed(path: str | os.PathLike[str]) -> DiskSpeed:
     """Measure a disk with direct reads: at most 2 GiB, and for about 2 seconds at most.
+
+    Memory takes less than a second more.
 
     Parameters
     ----------
@@ -79,7 +92,8 @@ def measure_speed(path: str | os.PathLike[str]) -> DiskSpeed:
             os.fsync(made.fileno())
             found = f"/proc/self/fd/{made.fileno()}"
         try:
-            return _measure(stack.enter_context(open(found, "rb", 0, opener=_open_direct)).fileno())
+            file = stack.enter_context(open(found, "rb", 0, opener=_open_direct))
+            disk = _measure_reads(file.fileno())
         except OSError as error:
             text = (
                 "Its file system has no reads past the page cache (O_DIRECT)"
@@ -87,6 +101,7 @@ def measure_speed(path: str | os.PathLike[str]) -> DiskSpeed:
                 else os.strerror(error.errno or errno.EIO)
             )
             raise OSError(error.errno or errno.EIO, text, os.fspath(path)) from None
+    return DiskSpeed(disk, _measure_memory(), date.today().isoformat())
 
 
 def _open_direct(path: str, flags: int) -> int:
@@ -111,26 +126,52 @@ def _find_file(path: str) -> str | None:
     return found
 
 
-def _measure(fd: int) -> DiskSpeed:
+def _measure_reads(fd: int) -> int:
     n_places = os.fstat(fd).st_size // _REQUEST_BYTES
-    n = min(n_places, _MOST_BYTES // _REQUEST_BYTES)
-    places = deque(random.sample(range(n_places), n))
-    done: list[int] = []
+    places = random.sample(range(n_places), min(n_places, _MOST_BYTES // _REQUEST_BYTES))
+
+    def read(take: Callable[[], int]) -> Iterable[int]:
+        with mmap.mmap(-1, _REQUEST_BYTES) as buffer:
+            while True:
+                yield os.preadv(fd, [buffer], take() * _REQUEST_BYTES)
+
+    return _rate(_AT_ONCE, places, read)
+
+
+def _measure_memory() -> int:
+    data = np.ones(_MEMORY_BYTES // 4, np.float32)
+    pieces = np.split(data, _MEMORY_BYTES // _PIECE_BYTES) * _PASSES
+
+    def read(take: Callable[[], np.ndarray[Any, Any]]) -> Iterable[int]:
+        while True:
+            piece = take()
+            np.add.reduce(piece)
+            yield piece.nbytes
+
+    return _rate(limits.thread_count(), pieces, read)
+
+
+def _rate(
+    n_threads: int, items: Iterable[_T], read: Callable[[Callable[[], _T]], Iterable[int]]
+) -> int:
+    """Return the bytes a second with which threads read items.
+
+    In each thread, `read` yields the bytes of the items that its argument gives, which raises
+    IndexError at the end.
+    """
+    left, done = deque(items), deque[int]()
     started = time.monotonic()
 
-    def read() -> None:
-        with mmap.mmap(-1, _REQUEST_BYTES) as buffer, suppress(IndexError):  # the end
-            while True:
-                place = places.popleft()
-                done.append(os.preadv(fd, [buffer], place * _REQUEST_BYTES))
+    def work() -> None:
+        with suppress(IndexError):
+            done.extend(read(left.popleft))
 
     def watch() -> None:
         if time.monotonic() - started > _MOST_SECONDS:
-            places.clear()
+            left.clear()
 
-    run_in_threads(_AT_ONCE, read, stop=places.clear, tick=watch)
-    seconds = time.monotonic() - started
-    return DiskSpeed(round(sum(done) / seconds), date.today().isoformat())
+    run_in_threads(n_threads, work, stop=left.clear, tick=watch)
+    return max(1, round(sum(done) / (time.monotonic() - started)))
 
 
 def _file_of(disk: str) -> Path | None:
@@ -155,7 +196,8 @@ def recall(disk: str) -> DiskSpeed | None:
         with suppress(OSError, ValueError, TypeError, KeyError):
             check_own_folder(str(path.parent))
             found = json.loads(path.read_text("utf-8"))
-            rate, day = found["bytes_per_second"], date.fromisoformat(found["measured"])
-            if isinstance(rate, int) and rate > 0:
-                return DiskSpeed(rate, day.isoformat())
+            rates = found["bytes_per_second"], found["memory_bytes_per_second"]
+            day = date.fromisoformat(found["measured"]).isoformat()
+            if all(isinstance(rate, int) and rate > 0 for rate in rates):
+                return DiskSpeed(*rates, day)
     return None
