@@ -351,7 +351,8 @@ class WeightsSource(_HeaderSource):
             found = _mapping_need(weights, self._held, storage, budget, repacked)
         else:
             n_copies = max(1, len(weights.copies))
-            types = {kind: n_copies * n for kind, n in _weight_rows(weights.by_type()).items()}
+            kinds = weights._types_in_memory()
+            types = {kind: n_copies * n for kind, n in _weight_rows(kinds).items()}
             nbytes = weights.mapped_bytes
             on_tape = weights._tape is not None
             in_pool = not on_tape and weights.blocks[0].granted.pages in policy.HUGETLB
