@@ -83,8 +83,8 @@ class Decoder:
     load : {"auto", "map", "copy", "direct", "stream", "repack"}
         How a file comes into memory, as for `open_weights`. ``"repack"``, also for opened weights,
         keeps tensors in ggml's faster order, as `unimem.repack`, placed like the layout's history;
-        ``"auto"`` does so if the model gains by it and all fits. ``"stream"`` reads the experts of a
-        mixture, or the layers of another model, from the disk when tokens need them; ``"auto"``
+        ``"auto"`` does so if the model gains by it and all fits. ``"stream"`` reads the experts of
+        a mixture, or the layers of another model, from the disk when tokens need them; ``"auto"``
         does so if the model would not stay in memory.
     weights_budget : int or str, optional
         The most memory that a streamed model's weights take, as `budget` of `open_weights`; with
@@ -111,8 +111,8 @@ class Decoder:
     ValueError
         An option is out of range, or `load` is not how opened weights were loaded.
     CapacityError
-        The model does not fit into available memory, or its weights not into their budget; `TapeFull`
-        if `layout` is too small.
+        The model does not fit into available memory, or its weights not into their budget;
+        `TapeFull` if `layout` is too small.
     ClosedError
         This is a forked child of a process that computed with several threads, and so does this.
 

@@ -185,8 +185,8 @@ class ModelMemory:
         if isinstance(path_or_weights, Weights):
             if asked.weights_budget is not None:
                 raise ValueError(
-                    f"weights_budget={asked.weights_budget!r}: the weights are opened already: open "
-                    "them with this budget, or change it with weights.stream.resize()"
+                    f"weights_budget={asked.weights_budget!r}: the weights are opened already: "
+                    "open them with this budget, or change it with weights.stream.resize()"
                 )
             self.weights, opened = path_or_weights, load
             is_theirs = isinstance(layout, Layout) and layout.weights is path_or_weights
