@@ -162,6 +162,12 @@ class StreamedWeights:
             nbytes = parse_size(asked, "weights_budget", _Limits(found))
         self.division = plan_budget(self._path, nbytes, now.kept_bytes, now.pools)
 
+    @property
+    def most_slots(self) -> int:
+        """The most slots that a pool of experts may have; 0 for a model without experts."""
+        table = self._plan.table
+        return max(kind.n_pieces for kind in table.kinds) if table.has_experts else 0
+
     def needs(self, storage: Storage, budget: Budget) -> list[Need]:
         """List the blocks: of what stays, and of the slots of each pool."""
         types = {f"weights:{kind}": n for kind, n in self._plan.types.items() if n}
