@@ -221,25 +221,25 @@ def test_advice_names_the_budget_that_reads_nothing(
 
 
 def test_a_mapped_file_reads_ahead(mixture: str, room: Callable[[int], None], disk: Any) -> None:
-    size = os.path.getsize(mixture)
-    room(um.plan(mixture, ctx=64, threads=2, load="map").required_bytes + size // 2)
+    room(os.path.getsize(mixture) // 2)
     found = []
     for ahead in (None, 0, 128 << 10, 8 << 20):
         disk(replace(DISK, read_ahead_bytes=ahead))
-        plan = um.plan(mixture, ctx=64, threads=2, load="map")
+        plan = um.plan(mixture, ctx=64, load="map", engine="llama.cpp")
         validated(plan)
         found.append(read_by(plan))
     # Of experts alone: whatever every token uses stays.
     assert found[1].token_bytes == found[0].token_bytes
     assert found[0].token_bytes == pytest.approx(plan.spilled_bytes * USED / N, abs=1)
     more = [one.token_bytes - found[0].token_bytes for one in found[2:]]
-    assert more[1] == pytest.approx(64 * more[0], rel=1e-3)
     parts = LAYERS * USED * 3
     assert 0.3 * parts * (128 << 10) < more[0] < 0.8 * parts * (128 << 10)
-    rate = f"{found[-1].tokens_per_second:.2g} tokens/s: faults wait for one another."
+    assert more[1] == pytest.approx(64 * more[0], rel=1e-3)
+    rate = f"{found[-1].tokens_per_second:.2g} tokens/s."
     assert f" That is at most {rate}" in " ".join(str(plan).split())
-    other = um.plan(mixture, ctx=64, engine="llama.cpp", load="map")
-    assert read_by(other).token_bytes > 10 * read_by(other).used_bytes
+    # The engine asks the kernel for experts.
+    own = um.plan(mixture, ctx=64, threads=2, load="map", engine="unimem")
+    assert read_by(own).token_bytes == pytest.approx(own.spilled_bytes * USED / N, abs=1)
 
 
 @pytest.mark.parametrize(

@@ -389,7 +389,7 @@ def plan_lines(surface: Surface, plan: Plan, path: str | None = None) -> Iterato
         yield ""
         text = _reading(plan.reading)
         if plan.spilled_bytes and (rate := _per_second(plan.reading)):
-            text += f" That is at most {rate}: faults wait for one another."
+            text += f" That is at most {rate}."
         yield from wrap(text, surface.width)
         if plan.reading.tokens_per_second is None and "model" in plan.facts:
             yield " " * _INDENT + f"unimem doctor --disk {quote(escape(plan.facts['model']))}"
