@@ -458,9 +458,9 @@ class _Planner:
         if streamed is not None:
             return streamed.reading().on(disk)
         found = self._source.pieces(Budget(self._machine))
+        ahead = None if disk is None else disk.read_ahead_bytes
         # unimem's engine asks the kernel for what it needs, and no more.
-        is_asked = engine == "unimem" or disk is None
-        ahead = 0 if is_asked else disk.read_ahead_bytes or 0
+        ahead = ahead or 0 if engine == "llama.cpp" else 0
         return None if found is None else found.mapped_reading(spilled_bytes, ahead).on(disk)
 
     def _session(self, options: PlanOptions, storage: Storage) -> Session | LlamaSession:
