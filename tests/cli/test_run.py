@@ -124,8 +124,8 @@ def test_the_document_has_every_fact_and_sizes_in_bytes(model: Path) -> None:
     assert document["model"]["dims"]["num_layers"] == TINY.layers
     assert document["options"] == {
         "ctx": 100, "threads": 1, "kv_dtype": "f16", "rotate": False, "window": None,
-        "load": "auto", "weights_budget": None, "pages": "auto", "numa": None, "chat": False, "temperature": 0.0,
-        "top_k": 40, "top_p": 1.0, "seed": None,
+        "load": "auto", "weights_budget": None, "pages": "auto", "numa": None, "chat": False,
+        "temperature": 0.0, "top_k": 40, "top_p": 1.0, "seed": None,
     }  # fmt: skip
     report, plan = document["report"], document["plan"]
     sizes = {row["category"]: row["nbytes"] for row in report["rows"]}
