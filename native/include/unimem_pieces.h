@@ -1,9 +1,9 @@
 /* unimem: a cache of pieces of files, for weights larger than RAM. It has the conventions of
  * unimem.h.
  *
- * A piece is read and evicted whole, such as an expert of a layer. It consists of parts, such as its
- * gate, up and down matrices: each is a range of a file. A pool is an array of equal slots for the
- * pieces whose parts have the same sizes. Part p of the piece in slot s begins at
+ * A piece is read and evicted whole, such as an expert of a layer. It consists of parts, such as
+ * its gate, up and down matrices: each is a range of a file. A pool is an array of equal slots for
+ * the pieces whose parts have the same sizes. Part p of the piece in slot s begins at
  *
  *     base + s * stride + part_offset[p]
  *
@@ -79,8 +79,8 @@ typedef struct um_pieces_holder um_pieces_holder;
 
 /* Totals since the creation; the last two are of now. */
 typedef struct um_pieces_stat {
-    uint64_t hits;           /* pieces that were there, once for each call; or on their way */
-    uint64_t misses;         /* pieces that a call had to read */
+    uint64_t hits;           /* pieces that were there, or on their way; once for each call */
+    uint64_t misses;         /* pieces whose reading a call began and waited for */
     uint64_t prefetched;     /* pieces whose reading a prefetch began */
     uint64_t prefetch_hits;  /* of these, used before they were evicted */
     uint64_t evicted;        /* pieces that others replaced, or a smaller pool had no slot for */
@@ -122,9 +122,9 @@ UM_API void um_pieces_holder_destroy(um_pieces_holder *holder);
  * the slot of piece ids[i] in its pool.
  *
  * The holder lets go what it kept before, and keeps these pieces until its next um_pieces_ensure
- * or um_pieces_release. What is missing is read, all at once, before what was only prefetched. After
- * a failure the holder keeps nothing, slots is undefined, and all else is as before but for pieces
- * that were read or evicted.
+ * or um_pieces_release. What is missing is read, all at once, before what was only prefetched.
+ * After a failure the holder keeps nothing, unless the list says otherwise; pieces may have been
+ * read or evicted, and `slots` is undefined.
  *
  * - UM_E_INVALID: there is no such piece; what the holder kept stays.
  * - UM_E_FULL, UM_PIECES_FULL: the call has more different pieces of a pool (err->asked) than the
@@ -145,10 +145,10 @@ UM_API void um_pieces_release(um_pieces *pieces, um_pieces_holder *holder);
 
 /* Begins to read the pieces that are missing, in this order, and does not wait.
  *
- * A piece for which no slot can be had is left out; so is the last that does not fit if others that
- * were prefetched and not used yet have the slots. Reads that um_pieces_ensure needs overtake those
- * that have not begun. A piece that cannot be read is as one that was not asked for. While no call
- * is made, only as many reads are under way as half of n_reads.
+ * A piece is left out if all slots have pieces that holders keep, or that prefetches of the last 32
+ * calls of um_pieces_ensure are waiting for. Reads that um_pieces_ensure needs overtake those that
+ * have not begun. Prefetches have at most half of n_reads under way, and the next call of any kind
+ * begins the others. A piece that cannot be read counts as one that was not asked for.
  *
  * UM_E_INVALID: there is no such piece. UM_E_OS, UM_E_NOMEM, UM_E_STATE: as um_pieces_ensure. */
 UM_API UM_CHECKED um_status um_pieces_prefetch(um_pieces *pieces, const int32_t *ids, size_t n,

@@ -18,6 +18,7 @@ BELOW: dict[str, set[str]] = {
     "formats": {"base", "os"},
     "values": {"base", "os"},
     "kv": {"base", "os", "values"},
+    "pieces": {"base", "os"},
 }
 PUBLIC = {path.name for path in (ROOT / "native" / "include").glob("*.h")}
 # What exec shares with the core: numbers, and no code.

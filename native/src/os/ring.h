@@ -31,8 +31,8 @@ int um__ring_open(um__ring *out, uint32_t n_reads);
 /* Puts a read into the ring, which begins with the next um__ring_enter. pre: fewer than n_reads
  * were put and not taken; nbytes is less than 2 GiB. */
 void um__ring_put(um__ring *ring, uint32_t id, int fd, void *to, size_t nbytes, uint64_t offset);
-/* Begins what was put, and waits until n_least reads can be taken. Returns 0, also if less began, or
- * an errno. */
+/* Begins what was put, and waits until n_least reads can be taken. Returns 0, also if less began,
+ * or an errno. */
 int um__ring_enter(um__ring *ring, unsigned n_least);
 /* Takes a read that has ended, or returns false. */
 bool um__ring_take(um__ring *ring, um__read_end *out);

@@ -3,9 +3,9 @@
  *     slot:  | part 0 ....... slack | part 1 ....... slack | ...
  *            4096                   4096
  *
- * A direct read brings whole units of 4096 bytes. A part that begins inside a unit of its file has
- * the bytes before it in front of it, up to the beginning of its room. A part lies where most of its
- * pieces are then; the others are moved after the read. */
+ * A direct read brings whole units of 4096 bytes: if a part begins inside a unit of its file, the
+ * bytes before it come, too, and lie in front of it in its room. A part lies where this puts most
+ * pieces; the others are moved after the read. */
 #include "pieces/layout.h"
 
 #include "base/stats.h"

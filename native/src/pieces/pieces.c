@@ -7,8 +7,8 @@
  *     prefetched slots -> reads  > under way, at most n_reads -> ended: the slot is ready
  *
  * One lock guards all. It is dropped while reads begin, while a thread waits, and while parts are
- * moved. One waiting thread sleeps in the kernel until a read has ended, and takes all that have; the
- * others sleep until it has done so. Without threads that wait, the next call takes them. */
+ * moved. One waiting thread sleeps in the kernel until a read has ended, and takes all that have;
+ * the others sleep until it has done so. If no thread waits, the next call takes them. */
 #include "unimem_pieces.h"
 
 #include "base/sizes.h"

@@ -1,9 +1,9 @@
 /* Which piece is evicted.
  *
  * Recent and frequent give each piece a value that only grows: the call that used it last, or the
- * sum of its uses, where each use weighs a little more than the one before, so that older ones fade.
- * Then a use changes a number and no order. The heap of a pool has values as they once were; what
- * comes to its top gets its present value, and goes down if that is higher. */
+ * sum of its uses, where each use weighs a little more than the one before, so that older ones
+ * fade. A use then changes one number and moves nothing. The heap of a pool has values as they once
+ * were; what comes to its top gets its present value, and sinks if that is higher. */
 #include "pieces/policy.h"
 
 static const double MOST_WEIGHT = 1e100;

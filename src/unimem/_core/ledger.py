@@ -15,7 +15,7 @@ from weakref import ref
 from unimem._core.region import holder_parts, regions
 from unimem._core.status import ledger, row_name
 
-__all__ = ["Entry", "Holder", "Part", "enter", "entries", "high_water", "resolve", "sizes_of"]
+__all__ = ["Entry", "Part", "PartsHolder", "enter", "entries", "high_water", "resolve", "sizes_of"]
 
 
 class Part(NamedTuple):
@@ -50,7 +50,7 @@ class Entry(NamedTuple):
     parts: tuple[Part, ...] = ()
 
 
-class Holder(Protocol):
+class PartsHolder(Protocol):
     """An object that names parts of regions. Any thread may call it, and it never raises."""
 
     def _ledger_is_open(self) -> bool:
@@ -64,7 +64,7 @@ class Holder(Protocol):
         """
 
 
-def enter(holder: Holder, sizes: Mapping[str, int]) -> None:
+def enter(holder: PartsHolder, sizes: Mapping[str, int]) -> None:
     """Enter a holder by a weak reference.
 
     Any number of threads may enter holders. A forked child has those of its parent. `sizes` are,

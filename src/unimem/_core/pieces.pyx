@@ -164,8 +164,6 @@ cdef class Pieces:
         layers of a dense model.
     io : {"auto", "ring", "threads"}
         Whether an io_uring reads or threads do; "auto" takes threads where io_uring is refused.
-    reads : int, optional
-        The most reads that are under way at once, up to 1024.
     name : str
         The name in messages.
     **placement
@@ -190,8 +188,8 @@ cdef class Pieces:
     def __init__(self, files: Sequence[tuple[int, str]], pools: Sequence[Sequence[int]],
                  pieces: Iterable[tuple[int, Sequence[tuple[int, int]]]], *,
                  slots: Sequence[int], max_slots: Sequence[int] | None = None,
-                 policy: Policy = "frequent", io: Io = "auto", reads: int | None = None,
-                 name: str = "pieces", **placement: Unpack[PlacementOptions]) -> None:
+                 policy: Policy = "frequent", io: Io = "auto", name: str = "pieces",
+                 **placement: Unpack[PlacementOptions]) -> None:
         cdef _Spec spec
         cdef um.um_error err
         cdef um.um_status status
@@ -206,7 +204,6 @@ cdef class Pieces:
         self._spec = spec = _Spec(files, pools, pieces)
         spec.spec.policy = <um.um_pieces_policy><int>_POLICIES[policy]
         spec.spec.io = <um.um_pieces_io><int>_IO[io]
-        spec.spec.n_reads = 0 if reads is None else size_of(reads, "reads", 1)
         if max_slots is None:
             max_slots = [0] * spec.spec.n_pools
             for i in range(spec.spec.n_pieces):

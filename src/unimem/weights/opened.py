@@ -525,7 +525,8 @@ class Weights(Contents):
         Raises
         ------
         BufferError
-            Arrays over tensors, or a layout, still use it; nothing is closed then.
+            Arrays over tensors, a layout, or an engine that holds pieces of a streamed model still
+            use it; nothing is closed then.
         """
         if self._loaded is None:
             return
@@ -561,8 +562,12 @@ class Weights(Contents):
         if self._loaded is None:
             return
         if self._tape is None:
-            self._end_stream()
-            for block in self._loaded.blocks:
+            blocks = self._loaded.blocks
+            try:
+                self._end_stream()
+            except BufferError:  # the slots go with the engine that holds pieces
+                blocks = blocks[:1]
+            for block in blocks:
                 block.__exit__(*raised)
         self._end()
 

@@ -25,7 +25,7 @@ from unimem.weights.loading import (
     RoomFacts,
     read_model,
 )
-from unimem.weights.stream.budget import Budget, make_pools, plan_budget, rounded_bytes
+from unimem.weights.stream.budget import SlotBudget, make_pools, plan_budget, rounded_bytes
 from unimem.weights.stream.piece_table import PieceTable, TensorRow, find_pieces
 from unimem.weights.stream.stream import Stream, StreamedFiles
 
@@ -39,7 +39,7 @@ class StreamPlan(NamedTuple):
     ----------
     table : PieceTable
         Its pieces.
-    budget : Budget
+    budget : SlotBudget
         The memory, and the number of slots.
     types : dict of str to int
         Bytes of the tensors that stay, by type.
@@ -50,7 +50,7 @@ class StreamPlan(NamedTuple):
     """
 
     table: PieceTable
-    budget: Budget
+    budget: SlotBudget
     types: dict[str, int]
     kept: list[FileSlot]
     kept_bytes: int

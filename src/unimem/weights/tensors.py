@@ -18,7 +18,7 @@ from unimem._core.dlpack import exported
 from unimem.weights.files import Header, ModelFile, ModelFiles, Value
 from unimem.weights.gguf import tensor_type
 from unimem.weights.loading import LoadMemory, unloaded_memory
-from unimem.weights.stream.piece_table import Place
+from unimem.weights.stream.piece_table import TensorPlace
 from unimem.weights.stream.stream import Stream
 
 __all__ = ["Contents", "ModelPart", "StreamedTensor", "Tensor", "headers_of"]
@@ -217,7 +217,7 @@ class StreamedTensor(Tensor):
     """
 
     _stream: Stream = field(repr=False, compare=False)
-    _place: Place = field(repr=False, compare=False)
+    _place: TensorPlace = field(repr=False, compare=False)
 
     @property
     def n_pieces(self) -> int:

@@ -6,7 +6,7 @@ from unimem.weights.stream.piece_table import (
     MOST_PARTS,
     BlockPieces,
     PieceKind,
-    Place,
+    TensorPlace,
     TensorRow,
     find_pieces,
 )
@@ -34,7 +34,7 @@ def test_an_expert_has_its_part_of_each_tensor() -> None:
         BlockPieces(0, 0, 4, ((0, 11_000), (0, 1000))),  # by name: down, gate
         BlockPieces(0, 4, 4, ((0, 60_000), (0, 50_000))),
     )
-    assert table.places["blk.1.ffn_gate_exps.weight"] == Place(0, 1, 0, 100, 4, 4)
+    assert table.places["blk.1.ffn_gate_exps.weight"] == TensorPlace(0, 1, 0, 100, 4, 4)
     assert len(table.places) == 4
     assert table.has_experts
     pieces = list(table.pieces())
@@ -83,8 +83,8 @@ def test_without_experts_a_block_is_a_piece_of_runs_of_its_file() -> None:
         BlockPieces(0, 0, 1, ((0, 1000), (0, 9000))),
         BlockPieces(0, 1, 1, ((0, 20_000), (1, 0))),
     )
-    assert table.places["blk.1.b.weight"] == Place(0, 0, 64, 100, 1, 1)
-    assert table.places["blk.0.c.weight"] == Place(0, 1, 0, 70, 0, 1)
+    assert table.places["blk.1.b.weight"] == TensorPlace(0, 0, 64, 100, 1, 1)
+    assert table.places["blk.0.c.weight"] == TensorPlace(0, 1, 0, 70, 0, 1)
     assert find_pieces(rows[:4], None).kinds[0].least_slots == 1
 
 

@@ -14,7 +14,7 @@ from unimem.system.pressure import wanted_room
 from unimem.system.sizes import LimitFacts, parse_size
 from unimem.weights.stream.piece_table import PieceKind, PieceTable
 
-__all__ = ["Budget", "Pool", "choose_budget", "make_pools", "plan_budget", "rounded_bytes"]
+__all__ = ["Pool", "SlotBudget", "choose_budget", "make_pools", "plan_budget", "rounded_bytes"]
 
 # The share of the room that stays free for what the process takes later.
 _FREE_SHARE = 8
@@ -58,7 +58,7 @@ class Pool(NamedTuple):
         return min(self.kind.n_pieces, whole // self.slot_bytes)
 
 
-class Budget(NamedTuple):
+class SlotBudget(NamedTuple):
     """A budget, and its division.
 
     Attributes
@@ -134,7 +134,7 @@ def plan_budget(
     pools: Sequence[Pool],
     facts: LimitFacts = limits,
     taken_bytes: int = 0,
-) -> Budget:
+) -> SlotBudget:
     """Divide a budget: each pool gets its share of the bytes of all pieces.
 
     Parameters
@@ -182,4 +182,4 @@ def plan_budget(
         slots[i] = max(slots[i], pool.most_slots(pool.least_bytes + share))
         left -= pool.nbytes(slots[i]) - pool.least_bytes
         wanted -= more
-    return Budget(nbytes, kept_bytes, tuple(pools), tuple(slots))
+    return SlotBudget(nbytes, kept_bytes, tuple(pools), tuple(slots))

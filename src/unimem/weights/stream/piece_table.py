@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["BlockPieces", "PieceKind", "PieceTable", "Place", "TensorRow", "find_pieces"]
+__all__ = ["BlockPieces", "PieceKind", "PieceTable", "TensorPlace", "TensorRow", "find_pieces"]
 
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 # The experts that a router chooses among, not those that every token uses ("_shexp").
@@ -88,7 +88,7 @@ class BlockPieces(NamedTuple):
     parts: tuple[tuple[int, int], ...]
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """The place of a streamed tensor in the slots.
 
     Attributes
@@ -121,7 +121,7 @@ class PieceTable:
         One for each pool of slots.
     blocks : tuple of BlockPieces
         All pieces, in the order of their numbers.
-    places : mapping of str to Place
+    places : mapping of str to TensorPlace
         The streamed tensors.
     has_experts : bool
         Whether pieces are experts; else they are whole blocks, which are used one after the other.
@@ -129,7 +129,7 @@ class PieceTable:
 
     kinds: tuple[PieceKind, ...]
     blocks: tuple[BlockPieces, ...]
-    places: Mapping[str, Place]
+    places: Mapping[str, TensorPlace]
     has_experts: bool
 
     def pieces(self) -> Iterator[tuple[int, list[tuple[int, int]]]]:
@@ -178,7 +178,7 @@ def find_pieces(rows: Iterable[TensorRow], n_used: int | None) -> PieceTable:
     kinds: dict[object, list[int]] = {}  # number, pieces and least slots, by what is alike
     sizes: list[tuple[int, ...]] = []
     found: list[BlockPieces] = []
-    places: dict[str, Place] = {}
+    places: dict[str, TensorPlace] = {}
     first = 0
     for _, tensors in sorted((experts or blocks).items()):
         # The rare tensors of another number of experts stay in memory.
@@ -195,7 +195,7 @@ def find_pieces(rows: Iterable[TensorRow], n_used: int | None) -> PieceTable:
         found.append(BlockPieces(kind[0], first, n, tuple(one[:2] for one in ranges)))
         for part, one in enumerate(ranges):
             for row, at in one.tensors:
-                places[row.name] = Place(kind[0], part, at, row.nbytes // n, first, n)
+                places[row.name] = TensorPlace(kind[0], part, at, row.nbytes // n, first, n)
         first += n
     made = zip(sizes, kinds.values(), strict=True)
     return PieceTable(

@@ -19,8 +19,8 @@ from unimem.base.descriptors import Descriptors
 from unimem.base.text import format_bytes
 from unimem.errors import ClosedError
 from unimem.system.placement import PlacementOptions
-from unimem.weights.stream.budget import Budget, plan_budget
-from unimem.weights.stream.piece_table import WINDOW, PieceTable, Place
+from unimem.weights.stream.budget import SlotBudget, plan_budget
+from unimem.weights.stream.piece_table import WINDOW, PieceTable, TensorPlace
 
 __all__ = ["Stream", "StreamedFiles", "open_streams"]
 
@@ -91,7 +91,7 @@ class Stream:
         self,
         files: StreamedFiles,
         table: PieceTable,
-        budget: Budget,
+        budget: SlotBudget,
         placement: PlacementOptions,
     ) -> None:
         self.path = files.paths[0]
@@ -171,15 +171,17 @@ class Stream:
 
     # ---- pieces ---------------------------------------------------------------------------------
 
-    def _ensure(self, place: Place, ids: Any, name: str) -> NDArray[np.int32]:
+    def _ensure(self, place: TensorPlace, ids: Any, name: str) -> NDArray[np.int32]:
         slots = self._holder().ensure(_numbers(place, ids, name))
         self.check_files()
         return slots
 
-    def _prefetch(self, place: Place, ids: Any, name: str) -> None:
+    def _prefetch(self, place: TensorPlace, ids: Any, name: str) -> None:
         self._pieces.prefetch(_numbers(place, ids, name))
 
-    def _view(self, place: Place, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    def _view(
+        self, place: TensorPlace, dtype: np.dtype[Any], shape: tuple[int, ...]
+    ) -> NDArray[Any]:
         """View a tensor in all slots, as an array of `dtype` and of `shape` in each."""
         part_bytes = self._table.kinds[place.kind].part_bytes[place.part]
         raw = self._pieces.array(place.kind, place.part, "uint8", (part_bytes,))
@@ -253,7 +255,7 @@ class Stream:
                 self._row = _SlotRow(self._pieces, self.slot_bytes)
                 self._pin()
 
-    def _set_slots(self, budget: Budget) -> None:
+    def _set_slots(self, budget: SlotBudget) -> None:
         """Give each pool its number of slots; pools that get smaller come first."""
         now = [self._pieces.n_slots(i) for i in range(len(budget.slots))]
         for i in sorted(range(len(now)), key=lambda i: budget.slots[i] - now[i]):
@@ -319,11 +321,19 @@ class Stream:
         return max(0, before - self.slot_bytes)
 
     def _close(self) -> None:
-        """End it: wait for reads, and give the slots back. Twice is no error."""
+        """End it: wait for reads, and give the slots back. Twice is no error.
+
+        BufferError: an engine has a holder of its own; the stream goes on.
+        """
         for each in list(self._holders):
             each.holder.close()
+        self._local, self._holders = threading.local(), WeakSet()
         self._unpin()
-        self._pieces.close()
+        try:
+            self._pieces.close()
+        except BufferError:
+            self._pin()
+            raise
         self._files.fds.close()
 
     def __repr__(self) -> str:
@@ -344,7 +354,7 @@ def open_streams() -> list[Stream]:
     return sorted(found, key=lambda stream: stream.path)
 
 
-def _numbers(place: Place, ids: Any, name: str) -> NDArray[np.int32]:
+def _numbers(place: TensorPlace, ids: Any, name: str) -> NDArray[np.int32]:
     """Return the numbers among all pieces of some of a tensor's."""
     given = np.asarray(ids)
     if given.size == 0:
