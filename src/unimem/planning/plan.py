@@ -441,13 +441,15 @@ class _Planner:
             required_bytes=sum(need.nbytes - need.file_bytes for need in found),
             spilled_bytes=spilled,
             weights_budget=None if streamed is None else streamed.division.nbytes,
-            reading=self._reading(streamed, spilled),
+            reading=self._reading(streamed, spilled, options.engine),
             unread_bytes=sum(need.unread_bytes for need in found),
             scratch_bytes=session.scratch_bytes(ctx or 1),
             history_bytes=session.history_bytes(ctx) if ctx is not None else 0,
         )
 
-    def _reading(self, streamed: StreamedWeights | None, spilled_bytes: int) -> Reading | None:
+    def _reading(
+        self, streamed: StreamedWeights | None, spilled_bytes: int, engine: Engine | None
+    ) -> Reading | None:
         """Return what a token reads from the disk, if that is known, and may be anything."""
         if streamed is None and not spilled_bytes:
             return None
@@ -456,7 +458,9 @@ class _Planner:
         if streamed is not None:
             return streamed.reading().on(disk)
         found = self._source.pieces(Budget(self._machine))
-        ahead = 0 if disk is None else disk.read_ahead_bytes or 0
+        # unimem's engine asks the kernel for what it needs, and no more.
+        is_asked = engine == "unimem" or disk is None
+        ahead = 0 if is_asked else disk.read_ahead_bytes or 0
         return None if found is None else found.mapped_reading(spilled_bytes, ahead).on(disk)
 
     def _session(self, options: PlanOptions, storage: Storage) -> Session | LlamaSession:

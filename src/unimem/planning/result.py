@@ -387,7 +387,10 @@ def plan_lines(surface: Surface, plan: Plan, path: str | None = None) -> Iterato
         )
     if plan.reading is not None and plan.reading.token_bytes:
         yield ""
-        yield from wrap(_reading(plan.reading), surface.width)
+        text = _reading(plan.reading)
+        if plan.spilled_bytes and (rate := _per_second(plan.reading)):
+            text += f" That is at most {rate}."
+        yield from wrap(text, surface.width)
         if plan.reading.tokens_per_second is None and "model" in plan.facts:
             yield " " * _INDENT + f"unimem doctor --disk {quote(escape(plan.facts['model']))}"
     missed = [check.name for check in plan.checks if not (check.fits or check.is_hard)]
@@ -424,11 +427,12 @@ def _reading(reading: Reading) -> str:
     )
 
 
-def _per_second(plan: Plan) -> str:
-    """Write the expected rate of tokens; "" if it is unknown. A mapped file is not faster."""
-    rate = None if plan.reading is None else plan.reading.tokens_per_second
-    most = "at most " * (plan.verdict == "reads from disk")
-    return "" if rate is None else f", {most}{rate:.3g} tokens/s"
+def _per_second(reading: Reading | None) -> str:
+    """Write the expected rate of tokens; "" if it is unknown."""
+    rate = None if reading is None else reading.tokens_per_second
+    if rate is None:
+        return ""
+    return f"{rate:,.0f} tokens/s" if rate >= 10 else f"{rate:.2g} tokens/s"
 
 
 def _facts(plan: Plan, path: str) -> dict[str, str]:
@@ -568,11 +572,11 @@ def _verdict(surface: Surface, plan: Plan) -> str:
         return start + shorten(name, max(8, surface.width - len(start) - len(end))) + end
     if plan.spilled_bytes:
         again = format_bytes(plan.spilled_bytes)
-        return f"Reads from disk: {again} with every token{_per_second(plan)}. {_largest(plan)}"
+        return f"Reads from disk: {again} with every token. {_largest(plan)}"
     if plan.verdict == "streams" and plan.reading is not None:
         there = sum(row.nbytes for row in plan.rows if row.category.startswith("weights"))
-        weights = _of(there, plan.reading.whole_bytes)
-        return f"Streams: {weights} of weights in RAM{_per_second(plan)}. {_largest(plan)}"
+        streams = [f"{_of(there, plan.reading.whole_bytes)} in RAM", _per_second(plan.reading)]
+        return f"Streams: {', '.join(filter(None, streams))}. {_largest(plan)}"
     fits = [_of(plan.total_bytes - plan.unread_bytes, plan.available_bytes)]
     fits += ["compute buffers not counted"] if plan.engine == "llama.cpp" else []
     devices = {row.device for row in plan.rows}
