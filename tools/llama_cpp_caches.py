@@ -1,9 +1,9 @@
-"""Ask llama.cpp how large the caches of each of its architectures are, and plan the same files.
+"""Ask llama.cpp how large caches and compute buffers of each architecture are, and record it.
 
 Run with unimem and `xllamacpp` installed: ``python tools/llama_cpp_caches.py [ARCHITECTURE...]``.
 For each architecture a small GGUF file is made: llama.cpp itself names the tensors that the
 metadata asks for. A process of its own loads the file, makes contexts without allocating them, and
-prints the sizes of the KV cache and of states. They are recorded beside the planned ones in
+prints the sizes of the KV cache, of states and of compute buffers. They are recorded in
 tests/planning/data/llama_cpp_caches.json, against which tests/planning/test_llama_cpp.py holds
 the planner.
 
@@ -297,6 +297,115 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+def _real(hidden: int, heads: int, kv: int, size: int, ff: int, vocab: int) -> dict[str, Any]:
+    """Return the keys of a file that is as wide as a published one, in fewer layers."""
+    return {
+        "embedding_length": hidden,
+        "attention.head_count": heads,
+        "attention.head_count_kv": kv,
+        "attention.key_length": size,
+        "attention.value_length": size,
+        "rope.dimension_count": min(size, 128),
+        "feed_forward_length": ff,
+        "vocab_size": vocab,
+    }
+
+
+def _experts(used: int, width: int, n: int = 16) -> dict[str, Any]:
+    return {
+        "expert_count": n,
+        "expert_used_count": used,
+        "expert_feed_forward_length": width,
+        "expert_shared_feed_forward_length": width,
+    }
+
+
+def _states(inner: int, size: int, rank: int, groups: int) -> dict[str, Any]:
+    return {
+        "ssm.inner_size": inner,
+        "ssm.state_size": size,
+        "ssm.time_step_rank": rank,
+        "ssm.group_count": groups,
+    }
+
+
+_SHORT = {"block_count": 2, "leading_dense_block_count": 1}
+_MLA_OF = {name: x for name, x in _MLA.items() if name != "attention.head_count_kv"}
+#: The compute buffers of files that are as wide as published ones.
+WIDE: dict[str, dict[str, Any]] = {
+    "llama as 8B": _real(4096, 32, 8, 128, 14336, 128256),
+    "llama as 70B": _SHORT | _real(8192, 64, 8, 128, 28672, 128256),
+    "llama4 as Scout": _SHORT | _real(5120, 40, 8, 128, 16384, 202048) | _experts(1, 8192),
+    "qwen3 as 0.6B": _real(1024, 16, 8, 128, 3072, 151936),
+    "qwen3moe as 30B": _real(2048, 32, 4, 128, 6144, 151936) | _experts(8, 768, 128),
+    "qwen3next as 80B": _real(2048, 16, 2, 256, 5120, 151936)
+    | {"block_count": 4}
+    | _experts(10, 512)
+    | _states(4096, 128, 32, 16),
+    "qwen35 as 27B": _real(5120, 24, 4, 256, 17408, 248320) | _states(6144, 128, 48, 16),
+    "gemma3 as 27B": _real(5376, 32, 16, 128, 21504, 262144),
+    "gemma3n as E4B": _real(2048, 8, 2, 256, 2048, 65536),
+    "gpt-oss as 20B": _SHORT | _real(2880, 64, 8, 64, 2880, 201088) | _experts(4, 2880),
+    "deepseek2 as 671B": _SHORT
+    | _real(7168, 128, 1, 576, 18432, 129280)
+    | _MLA_OF
+    | _experts(8, 2048)
+    | {"attention.q_lora_rank": 1536},
+    "deepseek32 as 671B": _SHORT
+    | _real(7168, 128, 1, 576, 18432, 129280)
+    | _MLA_OF
+    | _experts(8, 2048)
+    | {"attention.q_lora_rank": 1536, "attention.indexer.head_count": 64},
+    "kimi-linear as 48B": _SHORT
+    | _real(2304, 32, 1, 576, 9216, 163840)
+    | _MLA_OF
+    | _experts(8, 1024)
+    | {"attention.head_count_kv": [0, 1]},
+    "glm4moe as 355B": _SHORT | _real(5120, 96, 8, 128, 12288, 151552) | _experts(8, 1536),
+    "step35 as 196B": _SHORT
+    | _real(4096, 64, 8, 128, 11264, 128896)
+    | _experts(8, 1280)
+    | {"attention.sliding_window_pattern": [1, 0]},
+    "minimax-m3 as wide": _SHORT
+    | _real(3072, 48, 8, 128, 12288, 200064)
+    | _experts(4, 3072)
+    | {"attention.indexer.head_count": 8},
+    "mamba2 as 2.7B": {"embedding_length": 2560, "vocab_size": 50288} | _states(5120, 128, 80, 1),
+    "nemotron_h as 56B": {
+        "embedding_length": 8192,
+        "vocab_size": 131072,
+        "attention.head_count": 64,
+        "attention.key_length": 128,
+        "attention.value_length": 128,
+    }
+    | _states(16384, 256, 256, 8),
+    "falcon-h1 as 34B": _SHORT
+    | _real(5120, 20, 4, 128, 21504, 261120)
+    | _states(8192, 256, 128, 2),
+    "jamba as 52B": {
+        "embedding_length": 4096,
+        "vocab_size": 65536,
+        "attention.head_count": 32,
+        "attention.key_length": 128,
+        "attention.value_length": 128,
+        "feed_forward_length": 14336,
+    }
+    | {"ssm.inner_size": 8192, "ssm.state_size": 16, "ssm.time_step_rank": 256},
+    "rwkv7 as 2.9B": {
+        "embedding_length": 2560,
+        "feed_forward_length": 10240,
+        "vocab_size": 65536,
+    },
+    "chameleon as 7B": _real(4096, 32, 32, 128, 11008, 65536),
+    "grok with heads": _real(2048, 32, 2, 64, 512, 256),
+    "minimax-01 with heads": {"attention.head_count": 32},
+    "hy_v4 as wide": {"embedding_length": 2048},
+    "t5 as 3B": _real(1024, 32, 32, 128, 16384, 32128) | {"context_length": 512},
+    "bert as large": _real(1024, 16, 16, 64, 4096, 30522),
+}
+VARIANTS |= WIDE
+
+
 def values_of(arch: str, demanded: Iterable[str]) -> dict[str, Any]:
     """Return the metadata of an architecture's file, without the prefix."""
     return COMMON | {name: DEMANDED[name] for name in demanded} | OWN.get(arch, {})
@@ -477,7 +586,9 @@ def refusal_of(lines: Sequence[str]) -> str:
     return re.sub(r"^/\S*/", "", found[0]) if found else "it says nothing"
 
 
-def make(arch: str, path: Path, own: Mapping[str, Any]) -> tuple[dict[str, Any], int, list[str]]:
+def make(
+    arch: str, path: Path, own: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[tuple[str, list[int]]], list[str]]:
     """Write the file of an architecture; return its metadata, tensors, and llama.cpp's log."""
     demanded: list[str] = []
     while True:
@@ -500,12 +611,12 @@ def make(arch: str, path: Path, own: Mapping[str, Any]) -> tuple[dict[str, Any],
     tensors = [(name, ne) for name, ne in named.items() if not name.endswith("scale")]
     if tensors:
         write(path, arch, values, tensors)
-    return values, len(tensors), lines
+    return values, tensors, lines
 
 
 def sizes_of(lines: Iterable[str]) -> dict[str, list[float]]:
-    """Return the MiB that a context's log prints: of K and V of each cache, and of each state."""
-    found: dict[str, list[float]] = {"kv": [], "states": []}
+    """Return the MiB that a context's log prints: of K and V, of each state, of compute buffers."""
+    found: dict[str, list[float]] = {"kv": [], "states": [], "compute": []}
     for line in lines:
         if re.match(r"llama_kv_cache: size =", line):
             found["kv"] += map(float, re.findall(r"[KV] \(f16\): +([\d.]+) MiB", line))
@@ -513,14 +624,34 @@ def sizes_of(lines: Iterable[str]) -> dict[str, list[float]]:
             found["states"] += map(float, re.findall(r"[RSP] \(f32\): +([\d.]+) MiB", line))
         elif re.match(r"llama_dsv4_comp_state: .* ratio =", line):
             found["states"] += map(float, re.findall(r"size = +([\d.]+) MiB", line))
+        elif "compute buffer size" in line:
+            found["compute"] += map(float, re.findall(r"size = +([\d.]+) MiB", line))
     return found
+
+
+def packed(tensors: Iterable[tuple[str, list[int]]]) -> list[list[Any]]:
+    """List tensors with their dimensions and the blocks that have them, each name once."""
+    found: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for name, ne in tensors:
+        number = re.search(r"(?<=blk\.)\d+", name)
+        blocks = found.setdefault((re.sub(r"(?<=blk\.)\d+", "*", name), tuple(ne)), [])
+        blocks += [int(number[0])] if number else []
+    return [[name, ne, blocks] for (name, ne), blocks in found.items()]
+
+
+def unpacked(found: Iterable[Sequence[Any]]) -> list[tuple[str, list[int]]]:
+    """Undo `packed`, but for the order."""
+    return [
+        (name.replace("*", str(block)), ne) for name, ne, blocks in found for block in blocks or [0]
+    ]
 
 
 def record(arch: str, path: Path, own: Mapping[str, Any]) -> dict[str, Any]:
     """Return what llama.cpp prints for an architecture's file, or why it does not load it."""
-    values, n_tensors, lines = make(arch, path, own)
-    found: dict[str, Any] = {"arch": arch, "values": values, "n_tensors": n_tensors}
-    if not n_tensors:
+    values, tensors, lines = make(arch, path, own)
+    found: dict[str, Any] = {"arch": arch, "values": values, "n_tensors": len(tensors)}
+    found["tensors"] = packed(tensors)
+    if not tensors:
         return found | {"refused": refusal_of(lines)}
     printed = []
     asked = [one for one in ASKED if not one[3] or values.get("nextn_predict_layers")]

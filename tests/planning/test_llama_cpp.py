@@ -1,8 +1,9 @@
-"""Planned caches of llama.cpp, held against what it printed (tools/llama_cpp_caches.py)."""
+"""Planned memory of llama.cpp, held against what it printed (tools/llama_cpp_caches.py)."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -14,13 +15,14 @@ from unimem.models.families import FAMILIES
 from unimem.planning.llama_cpp import MOST_SLOTS, Slots
 
 FILES: dict[str, Any] = RECORD["files"]
+PLAN_PAGE = (ROOT / "docs/plan.md").read_text()
 MIB = 1 << 20
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_llama_cpp_prints_what_is_planned(tmp_path: Path, name: str) -> None:
     one = FILES[name]
-    path = write(tmp_path / "m.gguf", one["arch"], one["values"], max(one["n_tensors"], 80))
+    path = write(tmp_path / "m.gguf", one["arch"], one["values"], recorded=one["tensors"])
     if "refused" in one:
         assert len(one["refused"]) > 20  # llama.cpp's own words
         assert um.plan(path, ctx=4096).engine == "llama.cpp"
@@ -41,16 +43,48 @@ def test_llama_cpp_prints_what_is_planned(tmp_path: Path, name: str) -> None:
         # It prints two digits of each.
         assert abs(planned / MIB - sum(numbers)) <= 0.005 * len(numbers) + 1e-9, (ctx, n, printed)
         assert (planned == 0) == (not numbers)
+        computed = plan["compute:draft" if mtp else "compute"].nbytes / MIB
+        assert computed >= sum(printed["compute"]), (ctx, n, unified)
 
 
 @pytest.mark.parametrize("name", [name for name, one in FILES.items() if "back" in one])
 def test_a_draft_that_reads_states_makes_more_of_them(tmp_path: Path, name: str) -> None:
     one, draft = FILES[name], FILES["dflash"]
-    path = write(tmp_path / "m.gguf", one["arch"], one["values"])
+    path = write(tmp_path / "m.gguf", one["arch"], one["values"], recorded=one["tensors"])
     reader = write(tmp_path / "draft.gguf", draft["arch"], draft["values"])
     plan = um.plan(path, ctx=4096, slots="4:divided", draft=reader)
+    assert plan["compute"].nbytes / MIB >= sum(one["back"]["compute"])
     numbers = one["back"]["kv"] + one["back"]["states"]
     assert abs(plan["kv"].nbytes / MIB - sum(numbers)) <= 0.005 * len(numbers) + 1e-9
+
+
+WIDE = [name for name in FILES if " as " in name or " with heads" in name]
+
+
+def test_compute_buffers_are_not_bounded_too_loosely(tmp_path: Path) -> None:
+    shares = []
+    for name in WIDE:
+        one = FILES[name]
+        path = write(tmp_path / "m.gguf", one["arch"], one["values"], recorded=one["tensors"])
+        for (ctx, n, unified, _), printed in zip(RECORD["asked"], one["printed"], strict=False):
+            slots = n if unified or n == 1 else f"{n}:divided"
+            plan = um.plan(path, ctx=ctx, slots=slots, engine="llama.cpp")
+            if printed["compute"]:
+                shares.append(sum(printed["compute"]) * MIB / plan["compute"].nbytes)
+    assert len(WIDE) == 27
+    assert f"median of the wide files | {median(shares):.2f} |" in PLAN_PAGE
+    assert 0.2 < min(shares) < max(shares) <= 1
+
+
+def test_a_file_without_widths_never_fits(tmp_path: Path) -> None:
+    values = FILES["llama"]["values"]
+    path = write(tmp_path / "m.gguf", "llama", values, recorded=[["t", [4, 4], []]])
+    plan = um.plan(path, ctx=4096, engine="llama.cpp", machine={"memory": "64G"})
+    assert (plan.verdict, plan.fits, plan.is_counted) == ("at least", None, False)
+    assert "compute" not in {row.category for row in plan.rows}
+    assert any("compute buffers follow from" in text for text in plan.unknown)
+    assert str(plan).startswith("At least ")
+    assert "what is computed for llama is not known" in str(plan)
 
 
 def test_every_architecture_of_llama_cpp_is_in_the_table() -> None:
@@ -65,14 +99,15 @@ def test_every_architecture_of_llama_cpp_is_in_the_table() -> None:
         if any(sizes["states"] for sizes in one.get("printed", ()))
     }
     assert len(with_states) == 24
-    page = (ROOT / "docs/plan.md").read_text()
-    n_contexts = sum(len(one.get("printed", ())) for one in FILES.values())
+    all_printed = [sizes for one in FILES.values() for sizes in one.get("printed", ())]
+    n_contexts = len(all_printed)
     for line in (
         f"| loaded, and their sizes printed | {len(printed)}, 24 of them with states",
         f"| planned as printed | {n_contexts} |",
+        f"| compute buffers printed | {sum(bool(sizes['compute']) for sizes in all_printed)} |",
         *(f"| `{one['arch']}` | {one['refused']} |" for one in FILES.values() if "refused" in one),
     ):
-        assert line in page
+        assert line in PLAN_PAGE
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if " " not in name])

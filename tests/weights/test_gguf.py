@@ -263,6 +263,11 @@ for n in (68, 4096):  # the first 36 bytes are the tensor's, and up to 31 may be
     raw = gf.with_data(gf.head(1, 0), *TENSOR, nbytes=n)[0]
     rule(f"{n} bytes", BEHIND, (raw, len(raw) - n + 36))
 rule("no tensor", BEHIND, (gf.head(0, 0) + bytes(32), 24))
+GAP = "the bytes before a tensor are no tensor's"
+for at, end in ((4096, 0), (0, 32)):  # before the first tensor in the data, and between two
+    SPARSE = gf.tensor("b", (9,), gf.F32, 8192), gf.tensor("a", (8,), gf.F32, at)
+    raw = gf.with_data(gf.head(2, 0), *SPARSE, nbytes=8256)[0]
+    rule(f"gap at {end}", GAP, (raw, len(raw) - 8256 + end))
 EMPTY_KEY: list[gf.Part] = [M, gf.string(""), gf.u32(gf.UINT8), b"\0"]
 one_kv("empty key", "a key is empty", *EMPTY_KEY)
 INSIDE = tensors(("c", 1, 64, True), ("b", 8, 128, False), ("a", 17, 0, False))
@@ -296,6 +301,14 @@ def test_alignments_that_are_no_powers_of_two(tmp_path: Path, alignment: int) ->
             assert array.flags.aligned
             assert array.ctypes.data == tensor.address
             assert array.tobytes() == raw[tensor.offset : tensor.offset + tensor.nbytes]
+
+
+def test_tensors_may_begin_at_pages(tmp_path: Path) -> None:
+    """A gap of less than a page is padding, whatever the alignment is."""
+    rows = gf.tensor("b", (8,), gf.F32, 4064 + 4096), gf.tensor("a", (8,), gf.F32, 4064)
+    raw = gf.with_data(gf.head(2, 0), *rows, nbytes=8256 - 64)[0]
+    with opened(tmp_path, raw) as w:
+        assert w.tensors["b"].offset - w.tensors["a"].offset == 4096
 
 
 @pytest.mark.parametrize("kind", [4, 31, 43, 156, 2**32 - 1])

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Companions", "open_companions"]
 
 _OWN = "mtp"  # of the model's own layers, as llama-server's --spec-type draft-mtp
+_NO_IMAGES = "the projector's compute buffers: they follow from the images and sounds that it reads"
 # Architectures of drafts that read the states of the model, which then keeps earlier ones.
 _READERS = ("eagle3", "dflash")
 
@@ -46,13 +47,15 @@ class Companions:
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """Sentences about what the draft keeps."""
-        return () if self.draft is None else self.draft.shape.unknown
+        """Sentences about what the draft keeps, and about the projector."""
+        draft = () if self.draft is None else self.draft.shape.unknown
+        return draft if self.projector is None else (*draft, _NO_IMAGES)
 
     @property
     def is_counted(self) -> bool:
         """Whether all that the draft keeps is known."""
-        return self.draft is None or self.draft.shape.is_counted
+        draft = self.draft
+        return draft is None or (draft.shape.is_counted and draft.widths is not None)
 
     def weights(self, storage: Storage, budget: Budget, sessions: int) -> list[Need]:
         """List the weights: a projector's are read, a draft's are mapped."""
@@ -67,7 +70,8 @@ class Companions:
         return found
 
     def caches(self, session: LlamaSession, ctx: int) -> list[Need]:
-        """List the cache of the draft, which has as many cells as the model's."""
+        """List what the draft keeps and computes; its cache has as many cells as the model's."""
+        widths = session.widths
         if self.is_own:
             layers = session.shape.predictors
             if not layers:
@@ -77,11 +81,11 @@ class Companions:
                 )
             shape = replace(session.shape, layers=layers, cache=grouped(layers))
         elif self.draft is not None:
-            shape = self.draft.shape
+            shape, widths = self.draft.shape, self.draft.widths
         else:
             return []
-        own = replace(session, shape=shape, predicts=False)
-        return own.needs(ctx, name="kv:draft")
+        own = replace(session, shape=shape, widths=widths, predicts=False)
+        return own.needs(ctx, suffix=":draft")
 
 
 @contextmanager

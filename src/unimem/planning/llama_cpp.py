@@ -1,8 +1,9 @@
-"""The caches of llama.cpp: cells of whole pads, conversations in slots, and built-in predictors.
+"""The memory of llama.cpp: caches of whole pads, conversations in slots, and compute buffers.
 
-The arithmetic is that of build b11549 with llama-server's defaults (`llama_context`,
-`llama_kv_cache_iswa`, `llama_kv_cache_dsv4`, `llama_memory_recurrent`), and
-``tools/llama_cpp_caches.py`` compares it with what llama.cpp prints.
+The arithmetic of caches is that of build b11549 with llama-server's defaults (`llama_context`,
+`llama_kv_cache_iswa`, `llama_kv_cache_dsv4`, `llama_memory_recurrent`). Compute buffers follow from
+its graphs, which no file has: they are counted from above, by the widths of a model's matrices.
+``tools/llama_cpp_caches.py`` compares both with what llama.cpp prints.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 from unimem.kv.types import kv_pair, row_bytes_of
 from unimem.models.families import KeptState
 from unimem.planning.needs import Budget, Need
+from unimem.planning.widths import Widths
 
 if TYPE_CHECKING:
     from unimem.models.shapes import Layers, Shape
 
-__all__ = ["Engine", "LlamaSession", "Slots"]
+__all__ = ["MOST_SLOTS", "NOT_EXACT", "NO_COMPUTE", "Engine", "LlamaSession", "Slots"]
 
 Engine: TypeAlias = Literal["unimem", "llama.cpp"]
 """The engine that a plan is for."""
@@ -26,12 +28,65 @@ Engine: TypeAlias = Literal["unimem", "llama.cpp"]
 _UBATCH = 512
 """Tokens of a prompt that llama.cpp computes at once."""
 MOST_SLOTS = 256
-NO_SCRATCH = (
-    "the scratch: llama.cpp's compute buffers follow from its graphs, and it may keep a repacked "
-    "copy of some weights (--no-repack); it prints both"
+NOT_EXACT = (
+    "the scratch: the row has llama.cpp's compute buffers, as a bound from above. It may also keep "
+    "a repacked copy of some weights instead of their pages of the file (--no-repack)"
+)
+NO_COMPUTE = (
+    "the scratch: the file lacks what llama.cpp's compute buffers follow from ('embedding_length', "
+    "'token_embd.weight')"
 )
 _PAD = 256  # cells
 _N_DRAFTED = 3  # tokens, by llama-server's default: a state is kept for each, to go back to
+
+
+_THREADS_BYTES = 4 << 20  # for what its threads note beside the buffers
+
+
+class Graph(NamedTuple):
+    """What the graphs of an architecture hold more than others do.
+
+    Attributes
+    ----------
+    logits : int
+        Copies of the logits.
+    scores, by_head, by_index : float
+        Float32 values of a token for each cell that attention reads; for each cell and head of
+        queries, without flash attention; for each cell and head of the index.
+    by_slot : bool
+        Whether each conversation has scores of its own.
+    chunk : int
+        Values of a token for each head of queries, of attention within a batch.
+    states : float
+        Copies of the states of one layer.
+    encodes : bool
+        Whether it reads the output of an encoder, of as many tokens as it was made for.
+    """
+
+    logits: int = 1
+    scores: float = 0
+    by_head: float = 0
+    by_index: float = 0
+    by_slot: bool = False
+    chunk: int = 0
+    states: float = 3
+    encodes: bool = False
+
+
+_GRAPHS = {
+    "chameleon": Graph(logits=2),
+    "qwen3tts": Graph(logits=2),
+    "grok": Graph(scores=1, by_head=1),
+    "t5": Graph(by_head=4, encodes=True),
+    "t5encoder": Graph(by_head=4),
+    "deepseek32": Graph(scores=2),
+    "glm-dsa": Graph(scores=2),
+    "deepseek4": Graph(scores=2.5, states=10),
+    "glm5-next": Graph(scores=1.25, by_slot=True),
+    "qwen4exp": Graph(scores=1.25, by_slot=True),
+    "minimax-m3": Graph(scores=2, by_index=2),
+    "minimax-01": Graph(chunk=3 * _UBATCH),
+}
 
 
 class Slots(NamedTuple):
@@ -75,6 +130,8 @@ class LlamaSession:
         As for `plan`, checked.
     slots : Slots
         The conversations that have the context.
+    widths : Widths or None
+        The widths of its graph, if known.
     predicts : bool
         Whether the model's own layers, or others that read its states, predict further tokens.
     """
@@ -83,6 +140,7 @@ class LlamaSession:
     batch: int
     kv_dtype: str
     slots: Slots
+    widths: Widths | None = None
     predicts: bool = False
 
     @property
@@ -92,26 +150,32 @@ class LlamaSession:
 
     def history_bytes(self, ctx: int) -> int:
         """Return the bytes of its caches and states."""
+        n = self.slots.n
+        rows = sum(self._rows_bytes(layers, ctx) for layers in self.shape.cache or ())
+        states = sum(one.nbytes for one in self.shape.layers if isinstance(one, KeptState))
+        return self.batch * (rows + n * self._kept * states)
+
+    whole_bytes = history_bytes
+
+    @property
+    def _kept(self) -> int:
+        """How many states a conversation keeps of each layer."""
+        return 1 + _N_DRAFTED if self.predicts and self.shape.goes_back else 1
+
+    def _cells(self, layers: Layers, ctx: int) -> int:
+        """Return the cells of one stream of a layer."""
         cells = -(-ctx // _PAD) * _PAD
         n, is_divided = self.slots
         # Streams of a batch have the whole context each.
         each = -(-(cells // n) // _PAD) * _PAD if is_divided else cells
-        rows = sum(self._rows_bytes(layers, ctx, each) for layers in self.shape.cache or ())
-        states = sum(one.nbytes for one in self.shape.layers if isinstance(one, KeptState))
-        kept = 1 + _N_DRAFTED if self.predicts and self.shape.goes_back else 1
-        return self.batch * (rows + n * kept * states)
-
-    whole_bytes = history_bytes
-
-    def _rows_bytes(self, layers: Layers, ctx: int, each: int) -> int:
-        n, is_divided = self.slots
-        shares = not (is_divided or layers.is_divided)
-        rows = each
         if layers.window is not None:
+            shares = not (is_divided or layers.is_divided)
             least = layers.window * (n if shares else 1) + min(_UBATCH, ctx)
-            rows = -(-min(each, least) // _PAD) * _PAD
-        elif layers.every > 1:
-            rows = -(-max(1, -(-each // layers.every)) // _PAD) * _PAD
+            return -(-min(each, least) // _PAD) * _PAD
+        return -(-max(1, -(-each // layers.every)) // _PAD) * _PAD
+
+    def _rows_bytes(self, layers: Layers, ctx: int) -> int:
+        n, is_divided = self.slots
         row = sum(
             row_bytes_of(1, layers.n_heads * size, kind)
             for size, kind in zip(
@@ -119,15 +183,47 @@ class LlamaSession:
             )
             if size
         )
-        return int(layers.n_layers * (1 if shares else n) * rows * row)
+        n_streams = n if is_divided or layers.is_divided else 1
+        return int(layers.n_layers * n_streams * self._cells(layers, ctx) * row)
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the compute buffers are known."""
+        return self.widths is not None and self.shape.vocab_size is not None
+
+    def compute_bytes(self, ctx: int) -> int:
+        """Return a bound of the compute buffers of a batch, from above; 0 if it is unknown.
+
+        They hold a mask of each kind of cache, the states of a layer, and the values of the widest
+        block or the logits, whose matrices also need them in another type.
+        """
+        widths, vocab = self.widths, self.shape.vocab_size
+        if widths is None or vocab is None:
+            return 0
+        graph, n = _GRAPHS.get(str(self.shape.arch), Graph()), self.slots.n * self.batch
+        kinds = {(k.window, k.every, k.is_divided): k for k in self.shape.cache or ()}
+        cells = sum(self._cells(layers, ctx) for layers in kinds.values())
+        seen = cells + _UBATCH  # and its own
+        scores = graph.scores * (n if graph.by_slot else 1)
+        scores += graph.by_head * widths.heads + graph.by_index * widths.index_heads
+        values = max(2 * widths.block, graph.logits * vocab) + 2 * widths.beside
+        values += (8 + 2 * widths.streams) * widths.hidden + graph.chunk * widths.heads
+        found = 4 * _UBATCH * (values + scores * seen) + 2 * _UBATCH * seen
+        states = (one.nbytes for one in self.shape.layers if isinstance(one, KeptState))
+        found += graph.states * n * self._kept * max(states, default=0)
+        if graph.encodes:
+            encoded = self.shape.max_ctx or ctx
+            found += 4 * encoded * (3 * widths.keys + widths.hidden + 3 * _UBATCH)
+        return int(found) + _THREADS_BYTES
 
     def scratch_bytes(self, _ctx: int) -> int:
-        """Return 0: the compute buffers follow from its graphs, which no file has."""
+        """Return 0: it has no tape of unimem."""
         return 0
 
-    def needs(self, ctx: int, _budget: Budget | None = None, name: str = "kv") -> list[Need]:
-        """List the logits and the caches, which llama.cpp allocates as they are."""
+    def needs(self, ctx: int, _budget: Budget | None = None, suffix: str = "") -> list[Need]:
+        """List the logits, the caches and the compute buffers, as llama.cpp allocates them."""
         vocab, history = self.shape.vocab_size, self.history_bytes(ctx)
         found = [] if vocab is None else [("logits", 4 * vocab * self.slots.n * self.batch)]
-        found += [(name, history)] if history else []
+        found += [(f"kv{suffix}", history)] if history else []
+        found += [(f"compute{suffix}", self.compute_bytes(ctx))] if self.is_computed else []
         return [Need({kind: nbytes}, ram_bytes=nbytes) for kind, nbytes in found]

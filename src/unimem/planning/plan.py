@@ -19,7 +19,7 @@ from unimem.models.shapes import Shape
 from unimem.planning.companions import Companions, open_companions
 from unimem.planning.gpu_bytes import RESERVE_BYTES, STAGING_BYTES, round_to_pages
 from unimem.planning.hosts import DescribedHost, Host, find_host
-from unimem.planning.llama_cpp import NO_SCRATCH, Engine, LlamaSession, Slots
+from unimem.planning.llama_cpp import NO_COMPUTE, NOT_EXACT, Engine, LlamaSession, Slots
 from unimem.planning.needs import (
     Budget,
     MachineBudget,
@@ -468,8 +468,9 @@ class _Planner:
         if options.engine == "llama.cpp":
             predicts = self._beside is not None and self._beside.predicts
             slots = options.slots or Slots()
+            source = self._source
             return LlamaSession(
-                self._source.shape, options.batch, options.kv_dtype, slots, predicts
+                source.shape, options.batch, options.kv_dtype, slots, source.widths, predicts
             )
         return Session(
             self._source.shape,
@@ -502,15 +503,23 @@ class _Planner:
             slots=None if options.slots is None else str(options.slots),
             no_tokenizer=self._source.no_tokenizer if is_own else None,
             unhashed_bytes=self._source.unhashed_bytes if is_own else 0,
-            is_counted=shape.is_counted and (self._beside is None or self._beside.is_counted),
+            is_counted=shape.is_counted
+            and (is_own or self._is_computed)
+            and (self._beside is None or self._beside.is_counted),
             **figures,
         )
 
+    @property
+    def _is_computed(self) -> bool:
+        """Whether the compute buffers of llama.cpp are known."""
+        return self._source.widths is not None and self._source.shape.vocab_size is not None
+
     def _not_counted(self, options: PlanOptions) -> tuple[str, ...]:
-        """Explain what of drafts and of the scratch memory no row has."""
+        """Explain what of drafts and of the scratch memory no row has, or not exactly."""
         no_scratch = self._source.shape.no_scratch
         if options.engine == "llama.cpp":
-            return (*(() if self._beside is None else self._beside.unknown), NO_SCRATCH)
+            beside = () if self._beside is None else self._beside.unknown
+            return (*beside, NOT_EXACT if self._is_computed else NO_COMPUTE)
         return (no_scratch,) if no_scratch else ()
 
     def _find_longest(

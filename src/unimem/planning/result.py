@@ -27,7 +27,7 @@ from unimem.base.text import (
 from unimem.errors import CapacityError
 from unimem.kv.layer_specs import Layer, LayerKV, LayerState
 from unimem.models.families import KeptLayer, KeptState, in_words
-from unimem.planning.llama_cpp import Engine
+from unimem.planning.llama_cpp import NO_COMPUTE, Engine
 from unimem.planning.needs import Mode
 from unimem.planning.streaming import Reading
 from unimem.system.placement import Pages
@@ -167,7 +167,7 @@ class Plan:
         Conversations of a llama-server: a number, with ``":divided"`` if each has an equal part of
         the context.
     is_counted : bool
-        Whether the rows have all that its layers keep.
+        Whether the rows have all that its layers keep, and for llama.cpp what it computes with.
     no_tokenizer : str or None
         Why `unimem run` cannot tokenize the text of the model, with the key of the file, and what
         works all the same; None if it can, or if the engine is another one.
@@ -567,7 +567,8 @@ def _verdict(surface: Surface, plan: Plan) -> str:
         return start + name + end
     if plan.verdict == "at least":
         known = _of(plan.total_bytes - plan.unread_bytes, plan.available_bytes)
-        start, end = f"At least {known}: the cache of ", " is not known."
+        what = "what is computed for" if NO_COMPUTE in plan.unknown else "the cache of"
+        start, end = f"At least {known}: {what} ", " is not known."
         name = escape(plan.facts.get("architecture") or "this file")
         return start + shorten(name, max(8, surface.width - len(start) - len(end))) + end
     if plan.spilled_bytes:
@@ -578,7 +579,8 @@ def _verdict(surface: Surface, plan: Plan) -> str:
         streams = [f"{_of(there, plan.reading.whole_bytes)} in RAM", _per_second(plan.reading)]
         return f"Streams: {', '.join(filter(None, streams))}. {_largest(plan)}"
     fits = [_of(plan.total_bytes - plan.unread_bytes, plan.available_bytes)]
-    fits += ["compute buffers not counted"] if plan.engine == "llama.cpp" else []
+    is_computed = plan.engine == "unimem" or any(row.category == "compute" for row in plan.rows)
+    fits += [] if is_computed else ["compute buffers not counted"]
     devices = {row.device for row in plan.rows}
     fits += [f"{_figures(check)} on {check.name}" for check in plan.checks if check.name in devices]
     return f"Fits: {', '.join(fits)}. {_largest(plan)}"

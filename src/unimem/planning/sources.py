@@ -17,6 +17,7 @@ from unimem.planning.gpu_bytes import bytes_needed
 from unimem.planning.needs import Budget, Mode, Need, Storage
 from unimem.planning.repack_gain import RepackedPart, find_gain, reason_of
 from unimem.planning.streaming import StreamedWeights
+from unimem.planning.widths import Widths, widths_of, widths_of_dims
 from unimem.system import policy
 from unimem.system.policy import lock_refusal
 from unimem.weights import loading
@@ -76,6 +77,10 @@ class ModelSource(Protocol):
     """The pieces and the budget of the last `mode` that was "stream"."""
 
     @property
+    def widths(self) -> Widths | None:
+        """The widths of the model's graph, if known."""
+
+    @property
     def no_tokenizer(self) -> str | None:
         """Why the engine cannot tokenize the model's text; None if it can."""
 
@@ -131,6 +136,7 @@ class DimsSource:
 
     def __init__(self, dims: ModelDims) -> None:
         self.shape = shapes.from_dims(dims, None, (_ESTIMATED,))
+        self.widths = widths_of_dims(dims)
         self.facts: dict[str, Any] = {"format": "dimensions"}
         hidden = dims.hidden_size
         layer = hidden * (2 * dims.q_size + 2 * dims.kv_size + 3 * dims.intermediate_size)
@@ -193,6 +199,13 @@ class _HeaderSource:
         self.streamed: StreamedWeights | None = None
         self.shape, self.facts = _describe(contents, files, index)
         self._is_here = True
+
+    @cached_property
+    def widths(self) -> Widths | None:
+        """The widths of the model's graph, if known."""
+        if self.facts["format"] == "GGUF":
+            return widths_of(self._contents)
+        return None if self.shape.dims is None else widths_of_dims(self.shape.dims)
 
     @cached_property
     def no_tokenizer(self) -> str | None:

@@ -56,6 +56,7 @@ _SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
 _DESCRIPTORS = re.compile(r"/proc/\d+(/task/\d+)?/fd")
 # The longest known have about 20 MB. Parsed JSON may take 25 times its length.
 _INDEX_BYTES_MAX = 32 << 20
+_PAGE = 4096  # some writers lay tensors at pages
 
 Version = tuple[int, ...]
 #: A path, a descriptor, or a buffer.
@@ -401,10 +402,16 @@ def read_header(source: int | memoryview, nbytes: int, path: str, begin: int = 0
 
 def check_end(header: Header, end: int, path: str, fd: int = -1) -> None:
     """Raise GGUFError if a file that ends at byte `end` has bytes that nothing describes."""
-    if isinstance(header, GGUFHeader):  # a parser of safetensors has done it
-        last = max(header.table_end, header.data_end)
-        if end - last >= max(header.alignment, 0 if fd < 0 else _huge_page_bytes(fd)):
-            raise GGUFError("the file goes on behind its tensors", last, path)
+    if not isinstance(header, GGUFHeader):  # a parser of safetensors has done it
+        return
+    runs = header.runs()
+    last = header.data_offset if runs else max(header.table_end, header.data_end)
+    for offset, nbytes, _ in runs:
+        if offset - last >= max(header.alignment, _PAGE):
+            raise GGUFError("the bytes before a tensor are no tensor's", last, path)
+        last = offset + nbytes
+    if end - last >= max(header.alignment, 0 if fd < 0 else _huge_page_bytes(fd)):
+        raise GGUFError("the file goes on behind its tensors", last, path)
 
 
 def _huge_page_bytes(fd: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,14 @@ _caches = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_caches)
 
 
-def write(path: Path, arch: str, values: dict[str, Any], n_tensors: int = 80) -> Path:
-    """Write a file with these keys, of small tensors."""
-    tensors = [(f"t{i}", [1]) for i in range(n_tensors - 1)]
-    _caches.write(path, arch, values, [("token_embd.weight", [4, 256]), *tensors])
+def write(
+    path: Path,
+    arch: str,
+    values: dict[str, Any],
+    n_tensors: int = 80,
+    recorded: Iterable[Sequence[Any]] = (),
+) -> Path:
+    """Write a file with these keys, of small tensors, or of those that were recorded."""
+    tensors = [("token_embd.weight", [4, 256]), *((f"t{i}", [1]) for i in range(n_tensors - 1))]
+    _caches.write(path, arch, values, _caches.unpacked(recorded) or tensors)
     return path
