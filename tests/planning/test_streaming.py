@@ -184,7 +184,8 @@ def test_auto_streams_what_would_not_stay(mixture: str, room: Callable[[int], No
     assert mapped.verdict == "reads from disk"
     assert mapped.advice[0].options == {"load": "stream"}
     assert_true(mapped, mixture, load="map", threads=2)
-    room(size)
+    needed = um.plan(mixture, ctx=64, threads=2, engine="llama.cpp").required_bytes
+    room(needed + size // 2)
     other = um.plan(mixture, ctx=64, threads=2, engine="llama.cpp")
     assert (other.verdict, other.load) == ("reads from disk", "map")
     least = streamed(mixture, least_bytes(mixture))
@@ -221,7 +222,8 @@ def test_advice_names_the_budget_that_reads_nothing(
 
 
 def test_a_mapped_file_reads_ahead(mixture: str, room: Callable[[int], None], disk: Any) -> None:
-    room(os.path.getsize(mixture) // 2)
+    needed = um.plan(mixture, ctx=64, engine="llama.cpp").required_bytes
+    room(needed + os.path.getsize(mixture) // 2)
     found = []
     for ahead in (None, 0, 128 << 10, 8 << 20):
         disk(replace(DISK, read_ahead_bytes=ahead))
@@ -238,6 +240,8 @@ def test_a_mapped_file_reads_ahead(mixture: str, room: Callable[[int], None], di
     rate = f"{found[-1].tokens_per_second:.2g} tokens/s."
     assert f" That is at most {rate}" in " ".join(str(plan).split())
     # The engine asks the kernel for experts.
+    needed = um.plan(mixture, ctx=64, threads=2, load="map").required_bytes
+    room(needed + os.path.getsize(mixture) // 2)
     own = um.plan(mixture, ctx=64, threads=2, load="map", engine="unimem")
     assert read_by(own).token_bytes == pytest.approx(own.spilled_bytes * USED / N, abs=1)
 
