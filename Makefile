@@ -166,6 +166,7 @@ $(VENV)/.frameworks: $(VENV)/.docs
 	        || echo "*** $$library cannot be had: its tests will be SKIPPED" >&2; \
 	done
 	if $(BIN)/python -c 'import torch'; then $(NEEDS) transformers | $(PIP) -r /dev/stdin; fi
+	$(PIP) 'peft==0.21.*' || echo "*** PEFT cannot be had: the tests of its adapters will be SKIPPED" >&2
 	$(NEEDS) servers | $(PIP) -r /dev/stdin \
 	    || echo "*** moto cannot be had: its tests will be SKIPPED" >&2
 	$(NEEDS) ray | $(PIP) -r /dev/stdin \

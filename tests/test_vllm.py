@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,8 +20,10 @@ import numpy as np
 import pytest
 
 import unimem as um
+from support.files import safetensors_files as st
 from support.project.checkout import ROOT
 from support.servers.vllm_definitions import imported
+from unimem.engine import embedded_model
 from unimem.errors import ClosedError
 
 pytestmark = pytest.mark.slow
@@ -173,6 +177,57 @@ def test_other_models_and_ranks_have_other_chunks(
     options = {"model": change["model"]} if "model" in change else {"spec": spec(vllm, **change)}
     with engine(vllm, tmp_path, **options) as other:
         assert other.look(KEYS) == ["MISS"] * N
+
+
+def flip_last(path: Path) -> None:
+    """Change the last byte of a file, and set the time of the write back."""
+    info = path.stat()
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    os.utime(path, ns=(info.st_atime_ns, info.st_mtime_ns))
+
+
+@pytest.mark.parametrize("changed", ["a.safetensors", "b.safetensors", "config.json", "m.gguf"])
+def test_another_model_in_the_same_place_has_other_chunks(
+    vllm: types.SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    monkeypatch.setenv("UNIMEM_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("a", "b"):
+        path = folder / f"{name}.safetensors"
+        path.write_bytes(st.write({name: ("F32", (1 << 16,))}))
+    (folder / "config.json").write_text("{} ")
+    shutil.copy(embedded_model(), folder / "m.gguf")
+    name = str(folder / changed) if changed == "m.gguf" else str(folder)
+    given = spec(vllm, name=name)
+
+    def found() -> list[str]:
+        with engine(vllm, tmp_path / "store", spec=given) as one:
+            return one.look(KEYS)
+
+    with engine(vllm, tmp_path / "store", spec=given) as one:
+        one.run(KEYS, list(range(N)), load=False)
+    assert found() == ["HIT"] * N
+    flip_last(folder / changed)
+    assert found() == ["MISS"] * N
+    flip_last(folder / changed)
+    assert found() == ["HIT"] * N
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "broken.safetensors"])
+def test_a_model_that_cannot_be_read_is_known_by_its_name(
+    vllm: types.SimpleNamespace, tmp_path: Path, file: str
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / file).write_bytes(b"no header")
+    given = spec(vllm, name=str(folder))
+    with (
+        pytest.warns(um.PlacementWarning, match=f"{folder}: .*by its name only"),
+        engine(vllm, tmp_path / "store", spec=given) as one,
+    ):
+        assert one.run(KEYS[:1], [0], load=False).success
 
 
 def test_ranks_share_chunks_where_vllm_says_that_these_are_alike(

@@ -1,16 +1,16 @@
 """One model, two llama.cpp processes, one copy in RAM: the purpose of unimem, on this machine.
 
 ``python tools/demo.py [MODEL.gguf] [--rounds N]``. It plans a model, stages it,
-starts two llama.cpp processes (cyllama) on the staged path, reports what the kernel says of both,
-and compares how long llama.cpp takes to start on the staged model and on the file in the page
-cache. Without a model, one of 290 MB with random weights is written. Nothing is left behind, even
-after an interrupt.
+starts two llama.cpp processes on the staged path, reports what the kernel says of both, and
+compares how long llama.cpp takes to start on the staged model and on the file in the page cache.
+``python -m unimem_bench.llama_build`` builds llama.cpp; without it these steps are left out. If no
+model is named, one of 290 MB with random weights is written. Nothing is left behind, even after an
+interrupt.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import signal
 import statistics
@@ -30,7 +30,8 @@ from unimem.base.text import Surface, format_bytes, table_lines
 from unimem.staging.keeper import drop, hold
 from unimem.system.placement import sum_placements
 from unimem.weights.staged import Held
-from unimem_bench.suites.load import llama_start
+from unimem_bench import llama_build
+from unimem_bench.suites.load import llama_command, llama_start
 
 __all__ = ["Facts", "demonstrate"]
 
@@ -146,14 +147,15 @@ def demonstrate(
     model = _own_model(stack, say) if path is None else path.resolve()
     facts.plan = _plan(model, say)
     facts.staged = _stage(model, say, stack)
-    if importlib.util.find_spec("cyllama") is None:
-        why = "llama.cpp (the package cyllama) is not installed: 'make install'"
+    try:
+        library = llama_build.library()
+    except llama_build.NoPeer as why:
         facts.skipped += ["processes", "report", "start"]
-        say(f"SKIPPED, steps 3 to 5: {why}")
+        say(f"SKIPPED, steps 3 to 5: llama.cpp: {why}")
         return facts
     pids = _start_two(facts.staged.path, say, stack)
     _report(pids, facts, say)
-    _compare_starts(model, rounds, facts, say)
+    _compare_starts(llama_command(library), model, rounds, facts, say)
     _sum_up(facts, say)
     return facts
 
@@ -226,13 +228,12 @@ def _report(pids: list[int], facts: Facts, say: Callable[[str], None]) -> None:
         say(f"   {line}")
 
 
-def _compare_starts(model: Path, rounds: int, facts: Facts, say: Callable[[str], None]) -> None:
-    from support.models import llama_cpp
-
+def _compare_starts(
+    command: list[str], model: Path, rounds: int, facts: Facts, say: Callable[[str], None]
+) -> None:
     say(f"5. Starting llama.cpp on each, {rounds} times in turn, until the model is loaded")
     assert facts.staged is not None
     paths = {"file": str(model), "staged": facts.staged.path}
-    command = [sys.executable, str(llama_cpp.__file__), "start"]
     facts.seconds = {name: [] for name in paths}
     with um.open_weights(model, load="map") as weights:
         weights.warm()

@@ -1,8 +1,8 @@
 """Run other projects' programs with and without `unimem exec`, and compare.
 
 CPython's own tests of modules that allocate, map, fork and start; NumPy's test suite; redis-server
-under redis-benchmark; llama.cpp's server in the wheel cyllama, which answers chats. All allocations
-of at least 4 KiB are placed. Missing programs are reported. This prints the table of docs/exec.md.
+under redis-benchmark; llama.cpp behind a server, which answers chats. All allocations of at least
+4 KiB are placed. Missing programs are reported. This prints the table of docs/exec.md.
 
     python tools/exec_suites.py [cpython] [numpy] [redis] [server] [--python PATH]
 """
@@ -25,6 +25,8 @@ from pathlib import Path
 from urllib.request import Request, urlopen
 from xml.etree import ElementTree
 
+from unimem_bench import llama_build
+
 CPYTHON = ("mmap", "array", "bytes", "threading", "subprocess")
 # Tests of multiprocessing, by start method. Some Pythons lack these three files.
 STARTS = ("fork", "spawn", "forkserver")
@@ -42,15 +44,29 @@ install(globals(), {!r})
 REDIS = "ping,set,get,incr,lpush,rpush,lpop,rpop,sadd,hset,spop,zadd,zpopmin,mset"
 REDIS_BYTES = 20000  # per value
 MODEL = Path(__file__).parent.parent / "src/unimem/engine/models/tiny.gguf"
-# The server of cyllama 0.2.18 leaves a chat's tokens in the cache, and answers only once.
+# llama.cpp behind a server: each chat has a context of its own.
 SERVER = """
-import sys
-from cyllama.llama.server import __main__, python
-def reset(slot, plain=python.ServerSlot.reset):
-    plain(slot)
-    slot.context.kv_cache_clear()
-python.ServerSlot.reset = reset
-sys.exit(__main__.main())
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from unimem_bench.llama_cpp import Conversation, Flags, Library, PeerModel, options
+
+library, model, _, port = sys.argv[1:]
+given = options(Flags(), n_ctx=256, n_threads=2)
+opened = PeerModel(Library(library), model, given)
+
+class Chats(BaseHTTPRequestHandler):
+    def do_POST(self):
+        batch = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        talk, tokens = Conversation(opened, given), []
+        while len(tokens) < 16:
+            batch = [int(talk.decode(batch).argmax())]
+            tokens += batch
+        talk.close()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(tokens).encode())
+
+HTTPServer(("127.0.0.1", int(port)), Chats).serve_forever()
 """
 EXEC = [sys.executable, "-c", "import sys; from unimem_command import main; sys.exit(main())"]
 EXEC += ["exec", "--min-bytes", "4096", "--"]
@@ -145,23 +161,16 @@ def redis(prefix: list[str], n: int) -> dict[str, str]:
     return dict.fromkeys(kinds, "ok") | {"exit code": str(done.returncode)}
 
 
-def server(python: str, prefix: list[str], n: int) -> dict[str, str]:
-    """Return the answer of llama.cpp's server to each chat."""
-    words = [*prefix, python, "-c", SERVER, "-m", str(MODEL), "--ctx-size", "256"]
+def server(library: Path, prefix: list[str], n: int) -> dict[str, str]:
+    """Return llama.cpp's answer to each chat."""
+    words = [*prefix, sys.executable, "-P", "-c", SERVER, str(library), str(MODEL)]
     found = {}
     with tempfile.TemporaryDirectory() as folder, serving(words, folder) as port:
         for i in range(n):
-            chat = {
-                "messages": [{"role": "user", "content": f"Tell story {i} of a cat"}],
-                "max_tokens": 16,
-                "seed": i,
-            }
-            request = Request(
-                f"http://127.0.0.1:{port}/v1/chat/completions", json.dumps(chat).encode()
-            )
+            chat = [1, *range(300, 310 + i)][:100]
+            request = Request(f"http://127.0.0.1:{port}/", json.dumps(chat).encode())
             with urlopen(request, timeout=60) as answer:
-                text = json.load(answer)["choices"][0]["message"]["content"]
-            found[f"chat {i}"] = text
+                found[f"chat {i}"] = answer.read().decode()
     return found
 
 
@@ -183,7 +192,7 @@ def main() -> int:
     parser.add_argument("suites", nargs="*", default=["cpython", "numpy", "redis", "server"])
     parser.add_argument("--python", default=sys.executable, help="that runs the tests")
     parser.add_argument("--requests", type=int, default=20000, help="of each kind, of redis")
-    parser.add_argument("--chats", type=int, default=200, help="with llama.cpp's server")
+    parser.add_argument("--chats", type=int, default=200, help="with llama.cpp")
     parser.add_argument("--numpy-tests", nargs="*", default=NUMPY, help="packages or modules of it")
     asked = parser.parse_args()
     print("| suite | results | ok | differ |\n|---|---|---|---|")
@@ -201,8 +210,13 @@ def main() -> int:
         else:
             print("NOT TESTED: redis-server and redis-benchmark are not installed")
     if "server" in asked.suites:
-        pair = [server(asked.python, prefix, asked.chats) for prefix in ([], EXEC)]
-        good &= compare(f"llama.cpp's server, {asked.chats} chats", *pair)
+        try:
+            library = llama_build.library()
+        except llama_build.NoPeer as reason:
+            print(f"NOT TESTED: llama.cpp: {reason}")
+        else:
+            pair = [server(library, prefix, asked.chats) for prefix in ([], EXEC)]
+            good &= compare(f"llama.cpp behind a server, {asked.chats} chats", *pair)
     return 0 if good else 1
 
 

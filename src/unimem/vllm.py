@@ -10,20 +10,27 @@ module is for 0.33.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from unimem.base.arguments import integer, string
+from unimem.errors import FormatError
 from unimem.kv.store.engine_chunks import EngineChunks
 from unimem.kv.store.store import KVStore
 from unimem.system import policy
+from unimem.weights.opened import open_weights
+from unimem.weights.whole_hash import whole_hash
 
 try:
     from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, RequestOffloadingContext
@@ -63,7 +70,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     where, ram_bytes, disk_bytes
         As for `KVStore`. vLLM's own CPU memory is in front of it.
     model : str, optional
-        Distinguishes models of one name, such as a revision: vLLM knows only the name.
+        Distinguishes models of one name, such as a revision: vLLM knows only the name. A model in a
+        local folder is known by all bytes of its files.
     n_threads : int, default 8
         Threads that read and write chunks.
     locality : {"LOCAL", "REMOTE"}, optional
@@ -232,4 +240,25 @@ def _namespace(spec: OffloadingSpec, model: str) -> str:
         parallel_agnostic=True,
     )
     known = {"vllm": mapper.get_run_config(), "rank": mapper.rank, "model": model}
+    path = spec.config.model.name
+    if os.path.exists(path):
+        known["weights"] = _files_hash(Path(path))
     return json.dumps(known, sort_keys=True)
+
+
+def _files_hash(path: Path) -> str | None:
+    """Hash all bytes of a model's weights and its configurations; None if they cannot be read."""
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    total = xxhash.xxh3_128()
+    try:
+        if not files:
+            raise FileNotFoundError(errno.ENOENT, "expected *.safetensors, found none")
+        for file in files:
+            with open_weights(file, load="map") as weights:
+                total.update(whole_hash(weights).encode())
+    except (FormatError, OSError) as error:
+        policy.warn(f"{path}: vLLM's model is known by its name only: {error}")
+        return None
+    for file in sorted([*path.glob("*config.json"), *path.glob("params.json")]):
+        total.update(xxhash.xxh3_128_digest(file.read_bytes()))
+    return total.hexdigest()

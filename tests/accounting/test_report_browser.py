@@ -48,7 +48,6 @@ def process(name: str) -> Iterator[int]:
         with running(MANY) as pid:
             yield pid
     else:
-        pytest.importorskip("cyllama", reason="cyllama is the peer: pip install '.[test]'")
         with llama_cpp.holding(embedded_model()) as pid:
             yield pid
 

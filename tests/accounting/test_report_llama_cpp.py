@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
-pytest.importorskip("cyllama", reason="cyllama (extra test) is the peer: pip install '.[test]'")
 
 import unimem as um
 from support.files import gguf_files as gf

@@ -79,7 +79,6 @@ def process(name: str) -> Iterator[int]:
         with um.Block(MIB, category="scratch", name="mine", warm=True):
             yield os.getpid()
     elif name == "llama.cpp":
-        pytest.importorskip("cyllama", reason="cyllama is the peer: pip install '.[test]'")
         with llama_cpp.holding(embedded_model()) as pid:
             yield pid
     else:

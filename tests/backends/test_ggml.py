@@ -126,6 +126,8 @@ def test_sizes_of_a_header_are_checked(context: int) -> None:
 
 
 def test_a_build_for_another_cpu_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not built_for():
+        pytest.skip("this ggml has a build for each CPU")
     ggml._check_cpu()
     monkeypatch.setattr(ggml, "missing_cpu_features", lambda needed: tuple(needed)[:2])
     with pytest.raises(ImportError, match=f"this one lacks {', '.join(built_for()[:2])}; build it"):

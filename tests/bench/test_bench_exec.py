@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 import unimem_exec as launch
+from support.models.llama_cpp import llama_library
 from support.project.bench_cases import (
     case_of,
     cases_of,
     check_case,
-    llama_library,
     pretend_llama_cpp,
     run_case,
 )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.project.bench_cases import llama_library
+from support.models.llama_cpp import llama_library
 from unimem.engine import embedded_model
 from unimem_bench import llama_build, llama_flags
 from unimem_bench.decoders import DecoderProcess, SideError

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import unimem as um
+from support.models.llama_cpp import llama_library
 from support.project.bench_cases import (
     case_of,
     cases_of,
     check_case,
-    llama_library,
     pretend_llama_cpp,
     run_case,
     uninstall,

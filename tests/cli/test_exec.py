@@ -30,6 +30,7 @@ pytest.importorskip("typer", reason="the command line needs typer: pip install '
 import unimem as um
 import unimem_exec as launch
 from support.kernel.huge_pages import no_huge_pages  # noqa: F401 -- a fixture
+from support.models.llama_cpp import llama_library
 from support.project.building import run, tool
 from support.project.checkout import ROOT
 from support.project.documents import check_document
@@ -505,18 +506,14 @@ def test_exec_does_not_import_unimem() -> None:
 
 # ---- llama.cpp ----------------------------------------------------------------------------------
 
-TESTS = Path(__file__).parents[1]
 LLAMA = """
 import json, sys
-sys.path.insert(0, sys.argv[2])
-from cyllama.llama import llama_cpp
-from support.models.llama_cpp import open_model
-model, context = open_model(sys.argv[1], 4096, "f16", repack=True, threads=2)
+from unimem_bench.llama_cpp import Conversation, Flags, Library, PeerModel, options
+given = options(Flags(repack=True, flash=True), n_ctx=4096, n_threads=2)
+talk = Conversation(PeerModel(Library(sys.argv[2]), sys.argv[1], given), given)
 batch, tokens = [1, 300, 301], []
-for past in range(6):
-    assert context.decode(llama_cpp.llama_batch_get_one(batch, past + 2 if past else 0)) == 0
-    logits = context.get_logits_ith(-1)
-    batch = [max(range(len(logits)), key=logits.__getitem__)]
+for _ in range(6):
+    batch = [int(talk.decode(batch).argmax())]
     tokens += batch
 sums = dict.fromkeys(("Anonymous", "AnonHugePages"), 0)
 for line in open("/proc/self/smaps_rollup"):
@@ -528,10 +525,12 @@ print("RESULT", json.dumps([tokens, sums]))
 
 
 @pytest.mark.slow  # servers are started, with it and without
-@pytest.mark.parametrize(("name", "needs"), [("redis", "redis-benchmark"), ("server", "cyllama")])
-def test_foreign_servers_answer_the_same(name: str, needs: str) -> None:
-    if shutil.which(needs) is None and importlib.util.find_spec(needs) is None:
-        pytest.skip(f"{needs} is not installed")
+@pytest.mark.parametrize("name", ["redis", "server"])
+def test_foreign_servers_answer_the_same(name: str) -> None:
+    if name == "server":
+        llama_library()
+    elif shutil.which("redis-benchmark") is None:
+        pytest.skip("redis-benchmark is not installed")
     words = [name, "--requests", "500", "--chats", "5"]
     done = subprocess.run(
         [sys.executable, ROOT / "tools/exec_suites.py", *words],
@@ -546,7 +545,7 @@ def test_foreign_servers_answer_the_same(name: str, needs: str) -> None:
 @pytest.mark.uncounted
 @pytest.mark.slow  # a model of 0.7 GB is written, and read twice
 def test_llama_cpp_writes_the_same_text_in_huge_pages(tmp_path: Path) -> None:
-    pytest.importorskip("cyllama", reason="cyllama (extra test) is the peer: pip install '.[test]'")
+    library = llama_library()
     pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
     if not HAS_THP:
         pytest.skip("this kernel has no transparent huge pages, or they are off")
@@ -556,7 +555,7 @@ def test_llama_cpp_writes_the_same_text_in_huge_pages(tmp_path: Path) -> None:
     results = []
     for prefix in ([], [sys.executable, "-c", MAIN, "exec", "--"]):
         done = subprocess.run(
-            [*prefix, sys.executable, "-c", LLAMA, model, str(TESTS)],
+            [*prefix, sys.executable, "-c", LLAMA, model, str(library)],
             capture_output=True,
             text=True,
             check=True,

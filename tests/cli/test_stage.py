@@ -36,6 +36,7 @@ from support.project.tiers import slow_after
 pytest.importorskip("typer", reason="the command line needs typer: pip install '.[run]'")
 
 from support.kernel.huge_pages import eight_huge_pages  # noqa: F401 -- a fixture
+from support.models import llama_cpp
 from support.processes.staged_models import (
     MIB,
     TINY,
@@ -262,9 +263,6 @@ def test_split_models_and_indices(split: list[Path], indexed: Path) -> None:
 
 
 def test_llama_cpp_starts_from_the_printed_path(tmp_path: Path) -> None:
-    pytest.importorskip("cyllama", reason="cyllama (extra test) is the peer: pip install '.[test]'")
-    from support.models import llama_cpp
-
     shutil.copy(TINY, tmp_path / "tiny.gguf")
     path = stage(tmp_path / "tiny.gguf")
     expected, _ = llama_cpp.greedy(TINY, [1, 5, 9], 8)

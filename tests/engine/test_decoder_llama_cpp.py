@@ -1,4 +1,7 @@
-"""The decoder against llama.cpp: the same tokens, and logits that differ by rounding only."""
+"""The decoder against llama.cpp: the same tokens, and the same logits to the bit.
+
+Where both sides do not have the same kernels, or ROUNDED says so, logits differ by rounding.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("cyllama", reason="cyllama (extra test) is the peer: pip install '.[test]'")
-
 from support.models import llama_cpp
 from support.models.decoders import logits_of, tokens
 from support.models.make import SMALL, small, write_model
@@ -18,11 +19,19 @@ from unimem.backends import ggml, ggml_orders
 from unimem.engine import Decoder
 from unimem.weights.loading import EngineLoad
 
-# Activations are quantized before each product, and the sides sum in different orders if they were
-# built for different instructions: a difference of a bit becomes one of a quantum. The blocks of a
-# quantized model add little, so that this does not grow from layer to layer. Mistakes in the graph
-# show in the f16 models, whose blocks add much.
+# Activations are quantized before each product: where the sides round differently, a bit becomes a
+# quantum. The blocks of a quantized model add little, so that this does not grow from layer to
+# layer. Mistakes in the graph show in the f16 models, whose blocks add much.
 QUANTIZED = 0.01
+ROUNDED = {
+    # llama.cpp scales queries by a root before attention, and the engine the products in it. For
+    # heads of 32, the root is no power of two.
+    **{"gemma3 q8_0": 0.01, "gemma3 q4_0": 0.01},
+    # The engine leaves embeddings that are looked up as well in the file's order.
+    "qwen2 q4_0 bias tied": 1e-5,
+    "f32": 0.01,  # llama.cpp attends over a cache of f32 in f16
+}
+"""The deviations of logits on the same kernels, as shares of their standard deviation."""
 
 
 def scaling(kind: str, **more: float) -> dict[str, Any]:
@@ -95,10 +104,13 @@ def assert_same(
     threads: int = 1,
     load: EngineLoad = "map",
     bound: float = 0.01,
+    rounded: float = 0.0,
     **options: Any,
 ) -> None:
     prompt = prompt_of(n_prompt)
-    expected, theirs = llama_cpp.greedy(path, prompt, n, repack=load == "repack", **options)
+    expected, theirs = llama_cpp.greedy(
+        path, prompt, n, repack=load == "repack", threads=threads, **options
+    )
     second, first = np.partition(theirs, -2, axis=1)[:, -2:].T
     assert (first - second).min() > 0.02 * theirs.std(), "in doubt by rounding: take another seed"
     with Decoder(path, threads=threads, load=load, **options) as decoder:
@@ -106,7 +118,7 @@ def assert_same(
         chosen, ours = logits_of(decoder, prompt, n)
     assert chosen == expected
     assert len(set(chosen)) > 1 or "tied" in path.name
-    assert np.abs(ours - theirs).max() <= bound * theirs.std()
+    llama_cpp.assert_same_logits(ours, theirs, bound=bound, rounded=rounded)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +127,8 @@ def assert_same(
 )
 def test_tokens_and_logits(name: str, tmp_path: Path) -> None:
     path = tmp_path / f"{name.replace(' ', '-')}.gguf"
-    assert_same(write_model(path, **{"kind": "f16"} | MODELS[name]), n_prompt=12, ctx=512)
+    write_model(path, **{"kind": "f16"} | MODELS[name])
+    assert_same(path, n_prompt=12, ctx=512, rounded=ROUNDED.get(name, 0.0))
 
 
 @pytest.mark.parametrize(
@@ -131,12 +144,14 @@ def test_repacked(name: str, tmp_path: Path) -> None:
     path = tmp_path / f"{name.replace(' ', '-')}.gguf"
     options: dict[str, Any] = {"kind": "q4_0", "gain": QUANTIZED}
     write_model(path, **options | REPACKED[name])
-    assert_same(path, n_prompt=140, n=32, ctx=512, load="repack")
+    rounded = ROUNDED.get(name, 0.0)
+    assert_same(path, n_prompt=140, n=32, ctx=512, load="repack", rounded=rounded)
 
 
-def test_q4_k_m_made_by_llama_cpp(tmp_path: Path) -> None:
+@pytest.mark.parametrize("n_prompt", [12, 140])  # with tiles, and without them
+def test_q4_k_m_made_by_llama_cpp(n_prompt: int, tmp_path: Path) -> None:
     source = write_model(tmp_path / "f16.gguf", kind="f16", gain=QUANTIZED)
-    assert_same(llama_cpp.quantize(source, tmp_path / "q4_k_m.gguf"), n_prompt=12, ctx=512)
+    assert_same(llama_cpp.quantize(source, tmp_path / "q4_k_m.gguf"), n_prompt, n=32, ctx=512)
 
 
 @pytest.mark.parametrize(
@@ -156,9 +171,10 @@ def test_long_prompts_cross_batches_and_buckets(
     seed = 2 if kv_dtype == "iq4_nl" else 1  # if the likeliest token is in doubt
     path = write_model(tmp_path / "f16.gguf", kind="f16", shape=small(head_dim=64), seed=seed)
     threads = 2 if kv_dtype == "f16" else 1
-    # The last bit may differ, and with four bits a level is a tenth of a value.
+    # On other kernels the last bit may differ, and with four bits a level is a tenth of a value.
     bound = 0.01 if kv_dtype.startswith(("f", "bf")) or kv_dtype == "q8_0" else 0.05
     options: dict[str, Any] = {"ctx": 512, "kv_dtype": kv_dtype, "rotate": rotate, "bound": bound}
+    options["rounded"] = ROUNDED.get(kv_dtype, 0.0)
     assert_same(path, n_prompt=245, n=20, threads=threads, **options)
 
 

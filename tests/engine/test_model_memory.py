@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 import unimem as um
 from support.files import gguf_files as gf
 from support.kernel.huge_pages import eight_huge_pages  # noqa: F401 - a fixture
-from support.models import decoders
+from support.models import decoders, llama_cpp
 from support.models.decoders import sizes, tokens
 from support.models.make import SMALL, write_model
 from unimem.engine import Decoder, UnsupportedModel
@@ -142,16 +142,13 @@ def test_on_the_layout_s_own_tape(parts: list[Path], expected: NDArray[Any]) -> 
 
 
 def test_llama_cpp_reads_the_same_split_files(tmp_path: Path) -> None:
-    pytest.importorskip("cyllama", reason="cyllama (extra test) is the peer: pip install '.[test]'")
-    from support.models import llama_cpp
-
     first = gf.split(write_model(tmp_path / "f16.gguf", kind="f16"), 10)[0]
     prompt = PROMPT[:12]
     expected, theirs = llama_cpp.greedy(first, prompt, 16, ctx=512)
     with Decoder(first, ctx=512, threads=1, load="copy") as decoder:
         chosen, ours = decoders.logits_of(decoder, prompt, 16)
     assert chosen == expected
-    assert np.abs(ours - theirs).max() <= 0.01 * theirs.std()
+    llama_cpp.assert_same_logits(ours, theirs)
 
 
 # ---- every byte --------------------------------------------------------------------------------

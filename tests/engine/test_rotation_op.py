@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 import unimem as um
+from support.models import llama_cpp
 from support.models.decoders import logits_of, tokens
 from support.models.make import Shape, small, write_model
 from support.project.checkout import ROOT
@@ -66,9 +67,6 @@ def rows_of_llama_cpp(
     path: Path, head_dim: int
 ) -> tuple[list[NDArray[Any]], dict[str, tuple[NDArray[Any], NDArray[Any]]]]:
     """Return K and V of the prompt from the model, and in quantized caches."""
-    pytest.importorskip("cyllama", reason="cyllama (extra test) is the peer")
-    from support.models import llama_cpp
-
     n = 2 * head_dim
     sizes = {"f32": 4 * n, "q8_0": n // 32 * 34, "q4_0": n // 32 * 18}
     (plain, *quantized) = llama_cpp.rows(path, PROMPT, list(sizes), list(sizes.values()))

@@ -61,7 +61,7 @@ def streamed(path: Path, share: float, *, ctx: int = 200) -> Decoder:
 
 
 def figures(decoder: Decoder) -> dict[str, int]:
-    found: dict[str, int] = decoder.report().facts["stream"]
+    found: dict[str, int] = decoder.report().facts["streams"][0]
     return found
 
 
@@ -128,6 +128,20 @@ def test_a_budget_streams_and_is_kept(model: Path) -> None:
         assert figures(decoder)["budget_bytes"] == budget
         rows = {row.category: row.nbytes for row in decoder.report().rows}
         assert rows["weights:slots"] == decoder.weights.stream.slot_bytes
+
+
+def test_what_is_read_is_counted_for_other_processes(model: Path) -> None:
+    with streamed(model, 0.5) as decoder:
+        decoder.prefill(PROMPT[:1])
+        counted = []
+        for _ in range(2):
+            found = figures(decoder)
+            names = ("hits", "misses", "read_bytes", "waited_ns")
+            counted.append([*(found[name] for name in names), *decoder._tally._cells[4:8]])
+            greedy(decoder, 3)
+        change = np.diff(counted, axis=0)[0]
+        assert change[0] > 0
+        np.testing.assert_array_equal(change[:4], change[4:])
 
 
 def test_a_budget_below_the_least_is_refused_with_its_name(model: Path) -> None:

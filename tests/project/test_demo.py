@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import re
 import signal
@@ -22,7 +21,9 @@ import unimem as um
 from support.files import gguf_files
 from support.kernel.huge_pages import eight_huge_pages  # noqa: F401 -- a fixture
 from support.kernel.proc_maps import huge_page_bytes
+from support.models.llama_cpp import llama_library
 from support.models.make import small, write_model
+from support.project.bench_cases import pretend_llama_cpp
 from support.project.checkout import ROOT
 from unimem.weights.staged import holders
 
@@ -30,16 +31,17 @@ MIB = 1 << 20
 DEMO = ROOT / "tools" / "demo.py"
 FIELDS = ("Rss", "Pss", "Shared_Hugetlb", "Private_Hugetlb", "ShmemPmdMapped")
 
-needs_llama_cpp = pytest.mark.skipif(
-    importlib.util.find_spec("cyllama") is None, reason="cyllama is not installed"
-)
-
 
 @pytest.fixture
 def demo(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Import the script as a module."""
     monkeypatch.syspath_prepend(DEMO.parent)
     return importlib.import_module("demo")
+
+
+@pytest.fixture
+def llama_cpp() -> None:
+    llama_library()
 
 
 @pytest.fixture
@@ -73,7 +75,7 @@ def mapped(pid: int, inodes: set[int]) -> dict[str, int]:
     return found
 
 
-@needs_llama_cpp
+@pytest.mark.usefixtures("llama_cpp")
 @pytest.mark.parametrize("kind", ["split", pytest.param("hugetlb", marks=pytest.mark.slow)])
 def test_what_is_said_is_what_the_kernel_says(
     demo: Any,
@@ -162,7 +164,7 @@ sys.exit(demo.main())
 """
 
 
-@needs_llama_cpp
+@pytest.mark.usefixtures("llama_cpp")
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
@@ -205,13 +207,13 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, model: Path, number: signal
 def test_without_llama_cpp_it_is_said_what_is_left_out(
     demo: Any, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    pretend_llama_cpp(monkeypatch, is_built=False)
     lines: list[str] = []
     with ExitStack() as stack:
         facts = demo.demonstrate(model, 1, lines.append, stack)
         assert os.path.exists(facts.staged.path)
     assert facts.skipped == ["processes", "report", "start"]
-    assert lines[-1].startswith("SKIPPED, steps 3 to 5: llama.cpp (the package cyllama) is not ins")
+    assert lines[-1] == "SKIPPED, steps 3 to 5: llama.cpp: not built"
 
 
 def test_a_file_that_is_no_model(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from support.files.weight_bytes import (
 from support.kernel.cgroups import SmallCgroup, cgroup_512mb
 from support.kernel.huge_pages import eight_huge_pages, no_huge_pages
 from support.kernel.proc_maps import huge_page_bytes
+from support.models import llama_cpp
 from support.processes.forks import in_child
 from support.processes.staged_models import (
     MIB,
@@ -194,11 +195,9 @@ def test_safetensors_opens_what_is_staged(indexed: Path) -> None:
 
 
 def test_llama_cpp_and_the_decoder_write_the_same_tokens(split: list[Path]) -> None:
-    pytest.importorskip("cyllama", reason="cyllama (extra test) is the peer: pip install '.[test]'")
     pytest.importorskip(
         "unimem.backends.ggml", reason="the engine needs ggml", exc_type=ImportError
     )
-    from support.models import llama_cpp
     from unimem.engine import Decoder
 
     prompt = [1, 5, 9]

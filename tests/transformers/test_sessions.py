@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -98,6 +99,20 @@ def test_foreign_sessions_are_refused(kind: str, tmp_path: Path) -> None:
     KVCache.restore(path, model=model).close()
     with KVCache(model.config) as nobodys, pytest.raises(ValueError, match="expected model="):
         nobodys.save(path)
+
+
+def test_a_session_of_an_earlier_version_says_what_to_do(tmp_path: Path) -> None:
+    """Earlier versions knew a model by 16 numbers of each tensor, in 32 digits."""
+    model, path, ids = tiny.model("llama"), tmp_path / "chat.kv", tiny.prompts(1, N)
+    with KVCache.for_model(model) as cache:
+        talk(model, cache, ids)
+        with patch("unimem.transformers.cache.model_name", return_value="ab" * 16):
+            cache.save(path)
+        with pytest.raises(SnapshotError, match="knew it by samples: compute it again"):
+            KVCache.restore(path, model=model, tokens=ids)
+        cache.caches[0].save(path, model="ab" * 16)  # a decoder's
+    with pytest.raises(SnapshotError, match=f"got one of '{'ab' * 16}': restore it with its own"):
+        KVCache.restore(path, model=model, tokens=ids)
 
 
 def test_the_document_has_examples_that_run(

@@ -18,6 +18,7 @@ import sys
 import tomllib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -191,24 +192,39 @@ def test(wheel: Path, version: str, machine: str, programs: Path) -> str:
     return text.splitlines()[-1].strip("= ")
 
 
-def make(version: str, machine: str, programs: Path, *, tests: bool) -> Row:
-    """Build and try one wheel."""
-    row = Row(f"{pythons.abi(version)} {machine}")
+@contextmanager
+def reported(row: Row) -> Iterator[None]:
+    """Build and try a wheel; if that is impossible or fails, its row says so."""
     try:
-        wheel = build(version, machine, programs)
-        row.name, row.size = wheel.name, f"{wheel.stat().st_size / 1e6:.2f} MB"
-        row.glibc = judge(wheel, programs)
-        target = BUILD / "site" / wheel.stem
-        install(target, wheel, version, machine, programs)
-        row.smoke, row.code = smoke(version, machine, target)
-        if tests:
-            row.tests = test(wheel, version, machine, programs)
+        yield
     except UnavailableError as error:
         row.smoke = f"SKIPPED: {error}"
     except FailedError as error:
         print(error, file=sys.stderr)
         row.smoke, row.failed = "FAILED: see above", True
     print(f"{row.name}: {row.smoke}", file=sys.stderr, flush=True)
+
+
+def build_for(
+    row: Row, version: str, machine: str, programs: Path, *, engine: bool = False
+) -> Path:
+    """Build one wheel, and enter it in its row."""
+    wheel = build(version, machine, programs, engine=engine)
+    row.name, row.size = wheel.name, f"{wheel.stat().st_size / 1e6:.2f} MB"
+    row.glibc = judge(wheel, programs)
+    return wheel
+
+
+def make(version: str, machine: str, programs: Path, *, tests: bool) -> Row:
+    """Build and try one wheel."""
+    row = Row(f"{pythons.abi(version)} {machine}")
+    with reported(row):
+        wheel = build_for(row, version, machine, programs)
+        target = BUILD / "site" / wheel.stem
+        install(target, wheel, version, machine, programs)
+        row.smoke, row.code = smoke(version, machine, target)
+        if tests:
+            row.tests = test(wheel, version, machine, programs)
     return row
 
 
@@ -216,10 +232,8 @@ def make_engine(versions: Sequence[str], machine: str, programs: Path) -> Row:
     """Build ggml's wheel for some Pythons that can share it, and try it with each."""
     row = Row(f"unimem-ggml {pythons.abi(versions[0])} {machine}")
     passed, skipped = [], ""
-    try:
-        wheel = build(versions[0], machine, programs, engine=True)
-        row.name, row.size = wheel.name, f"{wheel.stat().st_size / 1e6:.2f} MB"
-        row.glibc = judge(wheel, programs)
+    with reported(row):
+        wheel = build_for(row, versions[0], machine, programs, engine=True)
         for version in versions:
             target = BUILD / "site" / f"{wheel.stem}-{version}"
             try:
@@ -229,12 +243,6 @@ def make_engine(versions: Sequence[str], machine: str, programs: Path) -> Row:
             except UnavailableError as error:
                 skipped = f"SKIPPED: {error}"
         row.smoke = f"passed ({'; '.join(passed)})" if passed else skipped
-    except UnavailableError as error:
-        row.smoke = f"SKIPPED: {error}"
-    except FailedError as error:
-        print(error, file=sys.stderr)
-        row.smoke, row.failed = "FAILED: see above", True
-    print(f"{row.name}: {row.smoke}", file=sys.stderr, flush=True)
     return row
 
 

@@ -8,13 +8,11 @@ BASE_LIBRARY: str
 LIBRARIES: tuple[str, str]
 F32: int
 F16: int
-BF16: int
 Q8_0: int
 I32: int
 I64: int
 ROPE_NORMAL: int
 ROPE_NEOX: int
-PREC_F32: int
 N_TYPES: int
 NE_OFFSET: int
 NB_OFFSET: int

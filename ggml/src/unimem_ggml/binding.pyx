@@ -14,13 +14,13 @@ cdef extern from "<stdbool.h>":
 
 cdef extern from "guard.h":
     const int GGML_MAX_DIMS, GGML_MAX_SRC, GGML_TYPE_COUNT, GGML_PREC_F32
-    const int GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_BF16, GGML_TYPE_Q8_0
+    const int GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_Q8_0
     const int GGML_TYPE_I32, GGML_TYPE_I64, GGML_ROPE_TYPE_NORMAL, GGML_ROPE_TYPE_NEOX
 
     ctypedef struct context_t:
         pass
     ctypedef struct backend_buffer "struct ggml_backend_buffer":
-        void *context
+        pass
     ctypedef struct buffer_type "struct ggml_backend_buffer_type":
         pass
     ctypedef struct buffer_i "struct ggml_backend_buffer_i":
@@ -30,7 +30,6 @@ cdef extern from "guard.h":
         backend_buffer *buffer
         int64_t *ne
         size_t *nb
-        int op
         tensor_t **src
         tensor_t *view_src
         size_t view_offs
@@ -55,8 +54,6 @@ cdef extern from "guard.h":
         pass
     ctypedef void (*to_float_t "ggml_to_float_t")(const void *, float *, int64_t) noexcept nogil
     ctypedef struct type_traits "struct ggml_type_traits":
-        const char *type_name
-        size_t type_size
         to_float_t to_float
     ctypedef struct type_traits_cpu "struct ggml_type_traits_cpu":
         void *vec_dot
@@ -88,7 +85,7 @@ cdef extern from "guard.h":
     size_t ggml_nbytes(const tensor_t *)
     void ggml_set_input(tensor_t *)
     void ggml_set_output(tensor_t *)
-    void ggml_flash_attn_ext_set_prec(tensor_t *, int)
+    c_bool ggml_prec_set_acc(tensor_t *, int)
     int ggml_graph_n_nodes(cgraph *)
     tensor_t **ggml_graph_nodes(cgraph *)
     threadpool_params ggml_threadpool_params_default(int)
@@ -207,9 +204,9 @@ LIBRARIES = (BASE_LIBRARY, CPU_LIBRARY)
 """Paths of ggml's files."""
 cpu.init()
 
-F32, F16, BF16 = GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_BF16
-Q8_0, I32, I64 = GGML_TYPE_Q8_0, GGML_TYPE_I32, GGML_TYPE_I64
-ROPE_NORMAL, ROPE_NEOX, PREC_F32 = GGML_ROPE_TYPE_NORMAL, GGML_ROPE_TYPE_NEOX, GGML_PREC_F32
+F32, F16, Q8_0 = GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_Q8_0
+I32, I64 = GGML_TYPE_I32, GGML_TYPE_I64
+ROPE_NORMAL, ROPE_NEOX = GGML_ROPE_TYPE_NORMAL, GGML_ROPE_TYPE_NEOX
 N_TYPES = GGML_TYPE_COUNT
 # Offsets of the fields of a tensor that the engine changes in place.
 NE_OFFSET, NB_OFFSET, DATA_OFFSET = ne_offset, nb_offset, data_offset
@@ -528,7 +525,7 @@ def flash_attn_ext(uintptr_t c, uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t
     """Attend, with sums in float32."""
     cdef uintptr_t tensor = made(guarded_flash_attn_ext(_c(c), _t(q), _t(k), _t(v), _t(mask),
                                                         scale, max_bias, softcap))
-    ggml_flash_attn_ext_set_prec(_t(tensor), GGML_PREC_F32)
+    ggml_prec_set_acc(_t(tensor), GGML_PREC_F32)
     return tensor
 
 

@@ -18,7 +18,6 @@ from unimem.system.cpu_features import cpu_features, missing_cpu_features
 
 __all__ = [
     "ALL_THREADS",
-    "BF16",
     "DATA_OFFSET",
     "F16",
     "F32",
@@ -126,7 +125,6 @@ except ImportError as error:
 limits.note_binding(_before)
 
 from unimem_ggml.binding import (  # noqa: E402 - the thread's CPUs are noted first
-    BF16,
     DATA_OFFSET,
     F16,
     F32,
@@ -156,7 +154,6 @@ from unimem_ggml.binding import (  # noqa: E402 - the thread's CPUs are noted fi
     flash_attn_ext,
     free,
     free_buffer,
-    free_threadpool,
     geglu_split,
     get_rows,
     graph_overhead,
@@ -172,7 +169,6 @@ from unimem_ggml.binding import (  # noqa: E402 - the thread's CPUs are noted fi
     new_context,
     new_graph,
     new_tensor,
-    new_threadpool,
     nodes,
     permute,
     plan,
@@ -209,10 +205,10 @@ if not version()["version"].startswith(f"{VERSION}."):
 
 
 class _Team(ctypes.Structure):
-    """Whether libgomp keeps threads for the next graph, has made them, or lost them in a fork.
+    """Whether threads are kept for the next graph, were made, or were lost in a fork.
 
-    A forked child would wait for them for ever. Other builds of OpenMP handle forks, and ggml's own
-    threads belong to a decoder.
+    libgomp keeps them for the process, and ggml for a decoder. A forked child would wait for them
+    for ever. Other builds of OpenMP handle forks.
     """
 
     _fields_ = (
@@ -229,7 +225,8 @@ class _Team(ctypes.Structure):
         self.is_lost = self.is_lost or self.is_made
 
 
-_team = _Team(is_kept=binding.USES_GOMP)
+_HAS_OWN_THREADS = "OPENMP" not in features()
+_team = _Team(is_kept=binding.USES_GOMP or _HAS_OWN_THREADS)
 team_address = ctypes.addressof(_team)
 os.register_at_fork(after_in_child=_team.lose)
 
@@ -238,10 +235,28 @@ def require_threads(n_threads: int) -> None:
     """Raise ClosedError in a forked child whose parent computed with several threads."""
     if _team.is_lost and n_threads > 1:
         raise ClosedError(
-            f"threads={n_threads}: this is a forked child of a process that has computed, and has "
-            "none of ggml's threads: start it by spawn "
+            f"threads={n_threads}: this is a forked child, which has none of the threads that its "
+            "parent made for ggml: start it by spawn "
             "(multiprocessing.set_start_method('spawn')), or take threads=1"
         )
+
+
+_pools: dict[int, int] = {}  # and the processes that made them
+
+
+def new_threadpool(n_threads: int) -> int:
+    """Make the threads that compute graphs; free them with `free_threadpool`."""
+    pool = binding.new_threadpool(n_threads)
+    _pools[pool] = os.getpid()
+    if n_threads > 1 and _HAS_OWN_THREADS:
+        _team.is_made = True
+    return pool
+
+
+def free_threadpool(pool: int) -> None:
+    """End the threads of a pool; in a forked child there are none to wait for."""
+    if _pools.pop(pool) == os.getpid():
+        binding.free_threadpool(pool)
 
 
 def compute(graph: int, plan_address: int, n_threads: int) -> int:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from unimem._core.status import counters
 from unimem.accounting.report import Report
-from unimem.accounting.report_text import memory_lines
+from unimem.accounting.report_text import memory_lines, pieces_text
 from unimem.base.atomic_file import NewFile
 from unimem.base.text import escape, fact_lines, format_bytes, format_count, shorten, table_lines
 from unimem.cli import terminal
@@ -587,7 +587,7 @@ def _facts(decoder: Decoder, report: Report, talk: Talk, options: Options) -> di
         "session": ", ".join(session),
         "store": store,
         "load": f"{known['load']}: {known['load_reason']}",
-        "stream": "" if "stream" not in known else _streamed(known["stream"]),
+        "stream": "; ".join(map(_streamed, known.get("streams", ()))),
         "model": f"{name}: {known['architecture']}, "
         f"{format_count(decoder.dims.num_layers, 'layer')}, KV {known['kv_dtype']}"
         f"{', rotated' * known['rotate']}, {format_count(decoder.threads, 'thread')}",
@@ -597,13 +597,7 @@ def _facts(decoder: Decoder, report: Report, talk: Talk, options: Options) -> di
 
 def _streamed(stream: dict[str, int]) -> str:
     """Say how often weights were there, and what reading the others cost."""
-    hits, asked = stream["hits"], stream["hits"] + stream["misses"]
-    share = f"{hits / asked:.1%}" if asked else "none"
-    return (
-        f"a budget of {format_bytes(stream['budget_bytes'])}; {share} of {asked:,} pieces were in "
-        f"memory, {format_bytes(stream['read_bytes'])} read, "
-        f"{stream['waited_ns'] / 1e9:.3g} s waited for them"
-    )
+    return f"a budget of {format_bytes(stream['budget_bytes'])}; {pieces_text(stream)}"
 
 
 def _notes(report: Report) -> dict[str, str]:
@@ -676,7 +670,7 @@ def _document(
         "buffers": {"count": talk.n_buffers, "moved": list(talk.moved)},
         "ggml": ggml,
         "governor": _governor_fields(governor),
-        "stream": report.facts.get("stream"),
+        "streams": report.facts.get("streams", []),
     }
 
 

@@ -456,7 +456,7 @@ cdef class ForwardPass:
         return 0
 
     cdef int _tell(self, uint64_t n_generated) except -1:
-        """Count as `Tally.count` and `Tally.hold`."""
+        """Count as `Tally.count`, `Tally.hold` and `Tally.stream`."""
         cells = self.tally._cells  # an end or a fork changes which they are
         cdef uint64_t *cell = <uint64_t *>PyMemoryView_GET_BUFFER(cells).buf
         cdef OneKindCache kv
@@ -467,6 +467,8 @@ cdef class ForwardPass:
             kv = <OneKindCache>self._caches[i]
             cell[2] += kv.used_bytes()
             cell[3] = max(cell[3], um.um_kv_seq_len(&kv.kv))
+        if self._reader is not None:
+            self._reader.count(cell + 4)
         return 0
 
     def prefill(self, tokens: NDArray[Any]) -> None:

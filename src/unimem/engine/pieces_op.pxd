@@ -1,5 +1,5 @@
 # What the nodes that read weights share with the forward pass.
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int32_t, int64_t, uint64_t
 
 from unimem._core cimport native as um
 from unimem._core.pieces cimport Holder, Pieces
@@ -19,7 +19,10 @@ cdef class PieceReader:
     cdef Holder _holder
     cdef list _nodes
     cdef object _ids, _slots
+    cdef um.um_pieces_stat _counted
 
     # Around each graph.
     cdef void begin(self) noexcept nogil
     cdef void end(self) noexcept nogil
+    # Add what was counted since the last call: hits, misses, bytes and ns of waiting.
+    cdef void count(self, uint64_t *cells) noexcept

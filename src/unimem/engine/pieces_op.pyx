@@ -10,7 +10,7 @@ import numpy as np
 from unimem.backends import ggml
 
 cimport numpy as cnp
-from libc.stdint cimport int32_t, int64_t, uintptr_t
+from libc.stdint cimport int32_t, int64_t, uint64_t, uintptr_t
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 from unimem._core cimport native as um
@@ -145,6 +145,7 @@ cdef class PieceReader:
         self._pieces, self._holder, self._nodes = pieces, Holder(pieces), []
         self._ids, self._slots = np.zeros(most, np.int32), np.zeros(most, np.int32)
         self.reading.pieces, self.reading.holder = pieces.pieces, self._holder.holder
+        um.um_pieces_stat_read(pieces.pieces, &self._counted)
         self.reading.ids = <int32_t *>cnp.PyArray_DATA(self._ids)
         self.reading.slots = <int32_t *>cnp.PyArray_DATA(self._slots)
 
@@ -209,6 +210,15 @@ cdef class PieceReader:
     cdef void begin(self) noexcept nogil:
         self.reading.status = um.UM_OK
         self.reading.waited_ns = 0
+
+    cdef void count(self, uint64_t *cells) noexcept:
+        cdef um.um_pieces_stat now
+        um.um_pieces_stat_read(self.reading.pieces, &now)
+        cells[0] += now.hits - self._counted.hits
+        cells[1] += now.misses - self._counted.misses
+        cells[2] += now.read_bytes - self._counted.read_bytes
+        cells[3] += now.waited_ns - self._counted.waited_ns
+        self._counted = now
 
     cdef void end(self) noexcept nogil:
         um.um_pieces_release(self.reading.pieces, self.reading.holder)

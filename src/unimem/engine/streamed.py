@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unimem.backends import ggml
 from unimem.engine.graph import Bringer, Headers
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from unimem.engine.model import Model
     from unimem.weights.stream.stream import Stream
 
-__all__ = ["facts_of", "header_of", "read_pieces"]
+__all__ = ["header_of", "read_pieces"]
 
 
 def header_of(tensor: Tensor) -> tuple[int, tuple[int, ...], int]:
@@ -82,11 +82,3 @@ def _ahead(stream: Stream) -> int:
     n = sum(kind.n_pieces for kind in stream._table.kinds)
     n_slots = sum(stream._pieces.n_slots(i) for i in range(len(stream._table.kinds)))
     return 0 if n_slots >= n else -(-n // (n - n_slots))
-
-
-def facts_of(stream: Stream | None) -> dict[str, Any]:
-    """Return the figures of streamed weights for a report, none if nothing is streamed."""
-    if stream is None:
-        return {}
-    names = "budget_bytes", "hits", "misses", "read_bytes", "waited_ns"
-    return {"stream": {name: getattr(stream, name) for name in names}}

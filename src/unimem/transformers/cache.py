@@ -20,6 +20,7 @@ from unimem.kv.store.store import KVStore
 from unimem.system.placement import PlacementOptions
 from unimem.transformers import sessions, stored_prefixes
 from unimem.transformers.layers import CacheOptions, Group, Layer
+from unimem.transformers.model_name import model_name
 
 __all__ = ["KVCache"]
 
@@ -356,7 +357,7 @@ class KVCache(Cache):  # type: ignore[misc]
         Raises
         ------
         ValueError, TypeError
-            No model; no tokens, or too few ids.
+            No model; weights that are not in memory; no tokens, or too few ids.
         RuntimeError
             Some layers lack tokens.
         OSError
@@ -364,7 +365,7 @@ class KVCache(Cache):  # type: ignore[misc]
         """
         known = self._known_model(model, "save")
         self._check_whole("save")
-        sessions.save(self._groups, path, tokens, sessions.fingerprint(known))
+        sessions.save(self._groups, path, tokens, model_name(known))
 
     def _known_model(self, model: PreTrainedModel | None, call: str) -> PreTrainedModel:
         if model is None and self._model is not None:
@@ -410,7 +411,7 @@ class KVCache(Cache):  # type: ignore[misc]
             made._groups,
             path,
             tokens,
-            sessions.fingerprint(model),
+            model_name(model),
             mode=mode,
             verify=verify,
             **placement,
@@ -459,7 +460,7 @@ class KVCache(Cache):  # type: ignore[misc]
         self._check_whole("put_into")
         ids = sessions.one_stream(tokens)
         return stored_prefixes.put(
-            self._groups, stored_prefixes.check_store(store), ids, sessions.fingerprint(known)
+            self._groups, stored_prefixes.check_store(store), ids, model_name(known)
         )
 
     def restore_from(
@@ -505,7 +506,7 @@ class KVCache(Cache):  # type: ignore[misc]
             for group in self._groups:
                 if group.kv is None or not group.takes(keys):
                     self._start(group, keys, keys)
-            return stored_prefixes.restore(self._groups, store, ids, sessions.fingerprint(known))
+            return stored_prefixes.restore(self._groups, store, ids, model_name(known))
         except BaseException:
             self.reset()
             raise

@@ -1,7 +1,7 @@
 """Saving the caches of a model's layers, and restoring them for the same model and tokens.
 
-Each file is a snapshot (docs/snapshots.md). Its model is named ``FINGERPRINT/STREAMS/ID``: the
-model's fingerprint; a hash of the tokens of all streams but the first, whose tokens are in the
+Each file is a snapshot (docs/snapshots.md). Its model is named ``NAME/STREAMS/ID``: the
+model's `model_name`; a hash of the tokens of all streams but the first, whose tokens are in the
 file; and the id that further files have in their names, ``PATH.ID``, beside the first.
 """
 
@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
-from transformers import PreTrainedModel
 
 from unimem.base.arguments import file_path
 from unimem.errors import SnapshotError
@@ -25,29 +24,12 @@ from unimem.kv import snapshot
 from unimem.kv.cache.cache import KVCache
 from unimem.transformers.layers import Group
 
-__all__ = ["fingerprint", "one_stream", "restore", "save"]
+__all__ = ["one_stream", "restore", "save"]
 
-# Values read of each tensor of a model: reading all would take longer than a snapshot saves.
-_SAMPLES = 16
-# Fields of a configuration that do not change what a model computes.
-_UNRELATED = {"transformers_version", "architectures", "use_cache", "dtype", "torch_dtype"}
+# Digits of a name of earlier versions.
+_OLD_DIGITS = 32
 
 Ids: TypeAlias = "torch.Tensor | npt.NDArray[Any] | Sequence[int] | None"
-
-
-def fingerprint(model: PreTrainedModel) -> str:
-    """Name a model by its configuration and samples of its weights, in 32 hexadecimal digits."""
-    digest = xxhash.xxh3_128()
-    fields = model.config.to_dict()
-    for name in sorted(fields):
-        if not name.startswith("_") and name not in _UNRELATED:
-            digest.update(f"{name}={fields[name]!r}\n".encode())
-    for name, tensor in sorted(model.state_dict().items()):
-        flat = tensor.detach().reshape(-1)
-        some = flat[:: max(1, flat.numel() // _SAMPLES)].contiguous()
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        digest.update(some.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _token_ids(tokens: Ids, batch: int | None = None) -> npt.NDArray[np.int64] | None:
@@ -137,6 +119,12 @@ def restore(
     facts = snapshot.describe(file)
     ids = _token_ids(tokens)
     there = (facts.model or "").split("/")
+    if len(there) == 3 and len(there[0]) == _OLD_DIGITS:
+        raise SnapshotError(
+            "expected a model that is known by all of its weights, got a conversation of an "
+            "earlier version, which knew it by samples: compute it again, and save it anew",
+            path=file,
+        )
     if len(there) != 3 or there[0] != model:
         raise SnapshotError(
             f"expected a conversation of model {model!r}, got one of {there[0] or 'no model'!r}: "

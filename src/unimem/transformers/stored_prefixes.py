@@ -41,7 +41,7 @@ def first_keys(model: PreTrainedModel) -> torch.Tensor:
 def put(groups: Sequence[Group], store: KVStore, ids: Ids, model: str) -> int:
     """Put the tokens of all groups of a model; return how many the store has of every group.
 
-    `ids` is ``[n]``, of one stream, and `model` a fingerprint.
+    `ids` is ``[n]``, of one stream, and `model` its `model_name`.
     """
     kept = [
         0 if group.kv is None else store.put(group.kv, ids, model=_name(model, group))

@@ -16,13 +16,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from support.models import llama_cpp
 from support.models.tokenizer_models import (
     CONTROL,
     PAGE,
     USER_DEFINED,
-    Answers,
     Vocab,
-    ask_llama_cpp,
     bpe_vocab,
     spm_vocab,
     write_model,
@@ -61,10 +60,10 @@ class Case:
     folder: Path
 
     @cached_property
-    def answers(self) -> Answers:
+    def answers(self) -> llama_cpp.Answers:
         """llama.cpp's answers."""
         path = write_model(self.folder / f"{self.name}.gguf", self.vocab.metadata)
-        return ask_llama_cpp(path, TEXTS)
+        return llama_cpp.tokenize(path, TEXTS)
 
 
 @pytest.fixture(scope="module", params=["llama", "llama-bpe", "qwen2", "gpt-2", "default"])
@@ -128,7 +127,7 @@ def test_end_tokens_by_text_and_by_key(bpe: Vocab, tmp_path: Path) -> None:
     assert tokens.index("<|end|>") not in tokenizer.encode("a<|end|>")
     assert tokenizer.decode([tokens.index("<|fim_prefix|>")]) == ""
     text = "a<|end|><|fim_prefix|>"
-    answers = ask_llama_cpp(write_model(tmp_path / "ends.gguf", metadata), [text])
+    answers = llama_cpp.tokenize(write_model(tmp_path / "ends.gguf", metadata), [text])
     assert sorted(tokenizer.eog_ids) == answers.eog
     assert tokenizer.encode(text, special=True) == answers.special[0]
 
@@ -140,7 +139,7 @@ def test_flags_of_the_file(spm: Vocab, flags: dict[str, bool], tmp_path: Path) -
     assert (tokenizer.encode("Yes")[0] == tokenizer.bos_id) is flags.get("add_bos_token", True)
     prefix = " " * flags.get("add_space_prefix", True)
     assert "".join(map(tokenizer.stream().push, tokenizer.encode("Yes"))) == prefix + "Yes"
-    answers = ask_llama_cpp(write_model(tmp_path / "flags.gguf", metadata), TEXTS)
+    answers = llama_cpp.tokenize(write_model(tmp_path / "flags.gguf", metadata), TEXTS)
     assert [tokenizer.encode(text) for text in TEXTS] == answers.plain
     assert [tokenizer.decode(tokens).lstrip() for tokens in answers.special] == [
         text.lstrip() for text in answers.decoded
@@ -160,7 +159,7 @@ def test_a_vocabulary_as_gemma_has_it(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_metadata(metadata)
     talk = "<start_of_turn>user\nWrite  a\n\nhaiku   .<end_of_turn>\n<start_of_turn>model\n"
     texts = [*TEXTS, talk, "\n" * 5, " " * 7]
-    answers = ask_llama_cpp(write_model(tmp_path / "gemma.gguf", metadata), texts)
+    answers = llama_cpp.tokenize(write_model(tmp_path / "gemma.gguf", metadata), texts)
     assert [tokenizer.encode(text) for text in texts] == answers.plain
     assert [tokenizer.encode(text, special=True) for text in texts] == answers.special
     assert sorted(tokenizer.eog_ids) == answers.eog
@@ -171,7 +170,7 @@ def test_a_vocabulary_as_gemma_has_it(tmp_path: Path) -> None:
 def test_real_vocabulary(tmp_path: Path) -> None:
     fields = pytest.importorskip("gguf").GGUFReader(STORIES).fields
     tokenizer = Tokenizer.from_metadata({key: value.contents() for key, value in fields.items()})
-    answers = ask_llama_cpp(STORIES, TEXTS)
+    answers = llama_cpp.tokenize(STORIES, TEXTS)
     assert [tokenizer.encode(text) for text in TEXTS] == answers.plain
     assert [tokenizer.encode(text, special=True) for text in TEXTS] == answers.special
     assert sorted(tokenizer.eog_ids) == answers.eog

@@ -1,7 +1,8 @@
-"""llama.cpp as the peer, through the cyllama wheel, in a process of its own.
+"""The newest llama.cpp as the peer, in a process of its own.
 
-Both libraries bring a ggml whose symbols must not meet, so tests start this file:
-``python tests/support/models/llama_cpp.py greedy|follow|rows|quantize|hold|repack JSON``.
+`unimem_bench.llama_build` builds it, for this CPU, from the same sources as the engine's ggml. Both
+libraries bring a ggml whose symbols must not meet, so tests start this file:
+``python tests/support/models/llama_cpp.py COMMAND JSON``.
 """
 
 from __future__ import annotations
@@ -9,26 +10,57 @@ from __future__ import annotations
 import json
 import os
 import re
-import struct
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from ctypes import c_bool, c_void_p, create_string_buffer
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-# NumPy is imported late: the peer's process must have llama.cpp's memory alone.
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+import numpy as np
+from numpy.typing import NDArray
+
+from unimem_bench import llama_build
+from unimem_bench.llama_cpp import KV_TYPES, Conversation, Flags, Library, PeerModel, options
 
 Q4_K_M = 15  # llama_ftype
-# ggml_type
-KV_KINDS = {
-    **{"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "iq4_nl": 20},
-    "bf16": 30,
-}
+BATCH = 128  # as unimem's: ggml multiplies few columns by other kernels than many
+
+
+def llama_library() -> Path:
+    """Return llama.cpp's library; skip where it is not built, and in the larger tier build it."""
+    import pytest  # not in llama.cpp's process
+
+    from support.project import tiers
+
+    try:
+        return llama_build.library(build=tiers.everything)
+    except llama_build.NoPeer as reason:
+        pytest.skip(f"llama.cpp: {reason}")
+
+
+def has_our_kernels() -> bool:
+    """Return whether its ggml is that of the engine, compiled for the same CPU features."""
+    from unimem.backends import ggml
+
+    facts = llama_build.facts(llama_library())
+    both = [(ggml.version()["version"], ggml.features()), (facts["ggml"], facts["features"])]
+    ours, theirs = ((version, features.keys() - {"OPENMP"}) for version, features in both)
+    return bool(ours == theirs)
+
+
+def assert_same_logits(
+    ours: NDArray[Any], theirs: NDArray[Any], *, bound: float = 0.01, rounded: float = 0.0
+) -> None:
+    """Compare logits; they may be `rounded` apart on the same kernels, and `bound` on others.
+
+    Both are shares of the logits' standard deviation.
+    """
+    apart = rounded if has_our_kernels() else bound
+    assert np.abs(ours - theirs).max() <= apart * theirs.std()
 
 
 def greedy(
@@ -40,6 +72,7 @@ def greedy(
     kv_dtype: str = "f16",
     rotate: bool | None = None,
     repack: bool = False,
+    threads: int = 1,
 ) -> tuple[list[int], NDArray[Any]]:
     """Generate `n` tokens; returns them and the logits [n, vocab] each was chosen by.
 
@@ -47,13 +80,10 @@ def greedy(
     is flash attention. Heads of a quantized cache are rotated as is llama.cpp's default, or with
     ``rotate=False`` not.
     """
-    import numpy as np
-
-    options = {"model": str(model), "prompt": prompt, "n": n, "ctx": ctx, "kv": kv_dtype}
-    options |= {"repack": repack}
+    given = {"model": str(model), "prompt": prompt, "n": n, "ctx": ctx, "kv": kv_dtype}
     with tempfile.TemporaryDirectory() as folder:  # the model's may be read-only
         out = f"{folder}/out.npz"
-        _run("greedy", options | {"out": out}, rotate)
+        _run("greedy", given | {"repack": repack, "threads": threads, "out": out}, rotate)
         with np.load(out) as data:
             return [int(token) for token in data["tokens"]], data["logits"]
 
@@ -65,38 +95,31 @@ def follow(model: Path, steps: list[list[Any]], *, ctx: int, kv_dtype: str = "f1
     for tokens at these positions, behind which the others keep theirs. Nothing is overwritten that
     a layer that slides could show again.
     """
-    import numpy as np
-
-    options = {"model": str(model), "steps": steps, "ctx": ctx, "kv": kv_dtype}
+    given = {"model": str(model), "steps": steps, "ctx": ctx, "kv": kv_dtype}
     with tempfile.TemporaryDirectory() as folder:
-        _run("follow", options | {"out": f"{folder}/out.npy"})
+        _run("follow", given | {"out": f"{folder}/out.npy"})
         return np.asarray(np.load(f"{folder}/out.npy"))
 
 
 def rows(
     model: Path, prompt: list[int], kv_dtypes: list[str], sizes: list[int]
 ) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-    """Compute a prompt with each of these caches; return K and V of the first layer of each.
+    """Compute a prompt with each of these caches; return K and V of the only layer in each.
 
     They are uint8 [tokens, bytes], as they lie in the cache, rotated where llama.cpp does so; a row
     has the bytes that `sizes` says for the cache.
     """
-    import numpy as np
-
-    options = {"model": str(model), "prompt": prompt, "kv": kv_dtypes}
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        _run("rows", options | {"out": f"{folder}/out"})
+        _run("rows", {"model": str(model), "prompt": prompt, "kv": kv_dtypes, "out": folder})
         for kv_dtype, row_bytes in zip(kv_dtypes, sizes, strict=True):
-            state = Path(f"{folder}/out-{kv_dtype}").read_bytes()
+            state = np.load(f"{folder}/{kv_dtype}.npy")
             # A state of one layer ends with K's type and size of a row, its rows, and V's.
-            n = len(prompt) * row_bytes
-            head = struct.pack("<iQ", KV_KINDS[kv_dtype], row_bytes)
-            v, k = len(state) - n, len(state) - 2 * n - len(head)
-            if state[v - len(head) : v] != head or state[k - len(head) : k] != head:
+            head = np.array([KV_TYPES[kv_dtype], row_bytes, 0], np.uint32).view(np.uint8)
+            lanes = state[-2 * (head.size + len(prompt) * row_bytes) :].reshape(2, -1)
+            if (lanes[:, : head.size] != head).any():
                 raise RuntimeError(f"a state of {kv_dtype} is laid out in another way")
-            lanes = (np.frombuffer(state, np.uint8, n, at) for at in (k, v))
-            keys, values = (lane.reshape(len(prompt), row_bytes) for lane in lanes)
+            keys, values = lanes[:, head.size :].reshape(2, len(prompt), row_bytes)
             found.append((keys, values))
     return found
 
@@ -111,7 +134,7 @@ def quantize(source: Path, target: Path, ftype: int = Q4_K_M) -> Path:
 def holding(model: Path | str) -> Iterator[int]:
     """Start a process that has generated a token of the model, from its file; return its number."""
     with subprocess.Popen(
-        [sys.executable, __file__, "hold", json.dumps({"model": str(model)})],
+        _command("hold", {"model": str(model)}),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -127,15 +150,42 @@ def holding(model: Path | str) -> Iterator[int]:
 
 def repacked_mib(model: Path) -> float:
     """Return how many MiB of a model llama.cpp repacks by default."""
-    said = _run("repack", {"model": str(model)})
-    return sum(
-        float(each) for each in re.findall(r"CPU_REPACK model buffer size = +(\S+) MiB", said)
-    )
+    said = _run("repack", {"model": str(model)}).stderr
+    sizes = re.findall(r"(?:CPU_REPACK|AMX) model buffer size = +(\S+) MiB", said)
+    return sum(map(float, sizes))
 
 
-def _run(command: str, options: dict[str, Any], rotate: bool | None = None) -> str:
+@dataclass
+class Answers:
+    """llama.cpp's answers for a vocabulary and texts."""
+
+    bos: int
+    eos: int
+    add_bos: bool
+    eog: list[int]
+    pieces: list[str]  # of every token, control tokens written out
+    plain: list[list[int]]  # ids of every text, with the file's BOS
+    special: list[list[int]]  # the same with control tokens parsed
+    decoded: list[str]  # of `special`, control tokens left out
+
+
+def tokenize(model: Path, texts: list[str]) -> Answers:
+    """Ask llama.cpp about a vocabulary, and texts in it."""
+    with tempfile.TemporaryDirectory() as folder:
+        given = Path(folder) / "texts.json"
+        given.write_text(json.dumps(texts))
+        said = _run("tokenize", {"model": str(model), "texts": str(given)}).stdout
+        return Answers(**json.loads(said))
+
+
+def _command(command: str, given: dict[str, Any]) -> list[str]:
+    words = json.dumps(given | {"library": str(llama_library())})
+    return [sys.executable, "-P", __file__, command, words]
+
+
+def _run(command: str, given: dict[str, Any], rotate: bool | None = None) -> Any:
     done = subprocess.run(
-        [sys.executable, __file__, command, json.dumps(options)],
+        _command(command, given),
         capture_output=True,
         text=True,
         env=os.environ | {"LLAMA_ATTN_ROT_DISABLE": str(int(rotate is False))},
@@ -144,142 +194,123 @@ def _run(command: str, options: dict[str, Any], rotate: bool | None = None) -> s
     )
     if done.returncode:
         raise RuntimeError(f"llama.cpp failed ({done.returncode}): {done.stderr[-2000:]}")
-    return done.stderr
+    return done
 
 
-def open_model(
+# ---- llama.cpp's process -----------------------------------------------------------------------
+
+
+def _begin(
+    library: str,
     model: str,
     ctx: int,
     kv_dtype: str,
     *,
     repack: bool = False,
-    threads: int = 1,
     keeps_all: bool = False,
-) -> tuple[Any, Any]:
-    """A model, as it lies in its file or repacked, and a context of it.
+    threads: int = 1,
+) -> Conversation:
+    """Return a context of a model, as it lies in its file or repacked.
 
     With `keeps_all`, sliding layers also keep tokens that they no longer see.
     """
-    from cyllama.llama import llama_cpp
-
-    class Model(llama_cpp.LlamaModel):  # type: ignore[misc]
-        @property
-        def n_vocab(self) -> int:  # the wheel's context asks its model for this attribute
-            return int(self.get_vocab().n_vocab)
-
-    params = llama_cpp.LlamaModelParams()
-    params.n_gpu_layers = 0
-    params.use_extra_bufts = repack
-    opened = Model(model, params)
-    params = llama_cpp.LlamaContextParams()
-    params.n_ctx = params.n_batch = ctx
-    params.n_threads = params.n_threads_batch = threads
-    params.flash_attn_type = 1
-    params.swa_full = keeps_all
     k, _, v = kv_dtype.partition(",")
-    params.type_k, params.type_v = KV_KINDS[k], KV_KINDS[v or k]
-    return opened, llama_cpp.LlamaContext(opened, params)
+    given = options(
+        Flags(repack=repack, load_mode="mmap", flash=True, ubatch=BATCH),
+        **{"n_ctx": ctx, "n_threads": threads, "keeps_all": keeps_all},
+        **{"type_k": KV_TYPES[k], "type_v": KV_TYPES[v or k]},
+    )
+    return Conversation(PeerModel(Library(library), model, given), given)
 
 
-def _greedy(options: dict[str, Any]) -> None:
-    import numpy as np
-    from cyllama.llama import llama_cpp
-
-    repack = options["repack"]
-    _model, context = open_model(options["model"], options["ctx"], options["kv"], repack=repack)
-    batch, past = options["prompt"], 0
+def _greedy(*, prompt: list[int], n: int, out: str, kv: str, ctx: int, **where: Any) -> None:
+    talk, batch = _begin(ctx=ctx, kv_dtype=kv, **where), prompt
     tokens: list[int] = []
-    rows = []
-    while len(tokens) < options["n"]:
-        if context.decode(llama_cpp.llama_batch_get_one(batch, past)):
-            raise RuntimeError("decode failed")
-        past += len(batch)
-        rows.append(np.array(context.get_logits_ith(-1), np.float32))
-        tokens.append(int(rows[-1].argmax()))
-        batch = [tokens[-1]]
-    np.savez(options["out"], tokens=tokens, logits=rows)
+    logits = []
+    while len(tokens) < n:
+        logits.append(talk.decode(batch).copy())
+        tokens.append(int(logits[-1].argmax()))
+        batch = tokens[-1:]
+    np.savez(out, tokens=tokens, logits=logits)
 
 
-def _follow(options: dict[str, Any]) -> None:
-    import numpy as np
-    from cyllama.llama import llama_cpp
-
-    model, ctx, kv = options["model"], options["ctx"], options["kv"]
-    _model, context = open_model(model, ctx, kv, keeps_all=True)
-    position, rows = 0, []
-    for kind, *given in options["steps"]:
+def _follow(*, steps: list[list[Any]], out: str, kv: str, ctx: int, **where: Any) -> None:
+    talk = _begin(ctx=ctx, kv_dtype=kv, keeps_all=True, **where)
+    logits = []
+    for kind, *given in steps:
         if kind == "remove":
-            if not context.memory_seq_rm(0, *given):
+            if not talk.remove(*given):
                 raise RuntimeError(f"llama.cpp does not remove {given}")
-            if given[1] == position:
-                position = given[0]
             continue
         (tokens,) = given
         for batch in [tokens] if kind == "batch" else ([token] for token in tokens):
-            if context.decode(llama_cpp.llama_batch_get_one(batch, position)):
-                raise RuntimeError("decode failed")
-            position += len(batch)
-            rows.append(np.array(context.get_logits_ith(-1), np.float32))
-    np.save(options["out"], np.array(rows))
+            logits.append(talk.decode(batch).copy())
+    np.save(out, np.array(logits))
 
 
-def _rows(options: dict[str, Any]) -> None:
-    from cyllama.llama import llama_cpp
-
-    for kv_dtype in options["kv"]:
-        prompt = options["prompt"]
-        _model, context = open_model(options["model"], 256, kv_dtype)
-        if context.decode(llama_cpp.llama_batch_get_one(prompt, 0)):
-            raise RuntimeError("decode failed")
-        Path(f"{options['out']}-{kv_dtype}").write_bytes(context.get_state_seq_data(0))
+def _rows(*, prompt: list[int], kv: list[str], out: str, **where: Any) -> None:
+    for kv_dtype in kv:
+        talk = _begin(ctx=256, kv_dtype=kv_dtype, **where)
+        talk.decode(prompt)
+        np.save(f"{out}/{kv_dtype}.npy", talk.state())
 
 
-def _quantize(options: dict[str, Any]) -> None:
-    from cyllama.llama import llama_cpp
-
-    params = llama_cpp.LlamaModelQuantizeParams()
-    params.ftype = options["ftype"]
-    params.nthread = 2
-    if llama_cpp.model_quantize(options["source"], options["target"], params):
-        raise RuntimeError("quantizing failed")
+def _quantize(*, library: str, source: str, target: str, ftype: int) -> None:
+    Library(library).quantize(source, target, ftype)
 
 
-def _repack(options: dict[str, Any]) -> None:
-    from cyllama.llama import llama_cpp
-
-    params = llama_cpp.LlamaModelParams()
-    params.n_gpu_layers = 0
-    params.use_extra_bufts = True
-    llama_cpp.LlamaModel(options["model"], params)
+def _repack(*, library: str, model: str) -> None:
+    PeerModel(Library(library, is_loud=True), model, options(Flags(repack=True)))
 
 
-def _start(model: str) -> None:
-    from cyllama.llama import llama_cpp
-
-    params = llama_cpp.LlamaModelParams()
-    params.n_gpu_layers = 0
-    params.use_extra_bufts = False
-    begin = time.perf_counter()
-    opened = llama_cpp.LlamaModel(model, params)
-    print(time.perf_counter() - begin, flush=True)
-    sys.stdin.read()
-    opened.close()
-
-
-def _hold(options: dict[str, Any]) -> None:
-    from cyllama.llama import llama_cpp
-
-    _model, context = open_model(options["model"], 256, "f16")
-    if context.decode(llama_cpp.llama_batch_get_one([1], 0)):
-        raise RuntimeError("decode failed")
+def _hold(*, library: str, model: str) -> None:
+    _begin(library, model, 256, "f16").decode([1])
     print("ready", os.getpid(), flush=True)
     sys.stdin.read()
 
 
+def _tokenize(*, library: str, model: str, texts: str) -> None:
+    peer = Library(library)
+    opened = PeerModel(peer, model, options(Flags(), vocab_only=True))
+    c, vocab, ids = peer.c, c_void_p(opened.vocab), range(opened.n_vocab)
+    c.llama_vocab_is_eog.restype = c.llama_vocab_get_add_bos.restype = c_bool
+    buffer = create_string_buffer(1 << 16)
+
+    def encoded(text: str, special: bool) -> list[int]:
+        data = text.encode()
+        into = np.empty(len(data) + 8, np.int32)
+        to = c_void_p(into.ctypes.data)
+        n = c.llama_tokenize(vocab, data, len(data), to, into.size, c_bool(True), c_bool(special))
+        return [int(token) for token in into[:n]]
+
+    def decoded(tokens: list[int]) -> str:
+        given = np.array(tokens, np.int32)
+        whole = vocab, c_void_p(given.ctypes.data), given.size, buffer, len(buffer)
+        n = c.llama_detokenize(*whole, c_bool(False), c_bool(False))
+        return buffer.raw[:n].decode(errors="replace")
+
+    def piece(token: int) -> str:
+        n = c.llama_token_to_piece(vocab, token, buffer, len(buffer), 0, c_bool(True))
+        return buffer.raw[:n].decode(errors="replace")
+
+    asked = json.loads(Path(texts).read_text())
+    special = [encoded(text, True) for text in asked]
+    answers = {
+        "bos": c.llama_vocab_bos(vocab),
+        "eos": c.llama_vocab_eos(vocab),
+        "add_bos": c.llama_vocab_get_add_bos(vocab),
+        "eog": [i for i in ids if c.llama_vocab_is_eog(vocab, i)],
+        "pieces": [piece(i) for i in ids],
+        "plain": [encoded(text, False) for text in asked],
+        "special": special,
+        "decoded": [decoded(tokens) for tokens in special],
+    }
+    print(json.dumps(answers))
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "start":  # as `unimem_bench.llama_start`
-        _start(sys.argv[2])
-        raise SystemExit
-    commands = {"greedy": _greedy, "follow": _follow, "rows": _rows, "quantize": _quantize}
-    commands |= {"hold": _hold, "repack": _repack}
-    commands[sys.argv[1]](json.loads(sys.argv[2]))
+    commands: dict[str, Callable[..., None]] = {
+        **{"greedy": _greedy, "follow": _follow, "rows": _rows, "quantize": _quantize},
+        **{"hold": _hold, "repack": _repack, "tokenize": _tokenize},
+    }
+    commands[sys.argv[1]](**json.loads(sys.argv[2]))

@@ -1,24 +1,17 @@
-"""Vocabularies trained on the spot, small GGUF models with them, and llama.cpp's answers.
-
-Run as a program it is the other side of `ask_llama_cpp`: llama.cpp in a process of its own.
-"""
+"""Vocabularies trained on the spot, and small GGUF models with them."""
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import io
 import json
 import random
 import re
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 PAGE = (Path(__file__).parent / "data" / "tokenizer_page.txt").read_text(encoding="utf-8")
 CONTROL = ["<|begin_of_text|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>", "<|im_end|>|"]
@@ -147,62 +140,3 @@ def write_model(path: Path, metadata: dict[str, Any]) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
-
-
-@dataclass
-class Answers:
-    """llama.cpp's answers for a vocabulary and texts."""
-
-    bos: int
-    eos: int
-    add_bos: bool
-    eog: list[int]
-    pieces: list[str]  # of every token, control tokens written out
-    plain: list[list[int]]  # ids of every text, with the file's BOS
-    special: list[list[int]]  # the same with control tokens parsed
-    decoded: list[str]  # of `special`, control tokens left out; cyllama strips spaces in front
-
-
-def ask_llama_cpp(model: Path, texts: list[str]) -> Answers:
-    """Ask llama.cpp, in a process of its own, since it loads another ggml."""
-    if importlib.util.find_spec("cyllama") is None:
-        pytest.skip("no llama.cpp to compare with: pip install '.[test]'")
-    result = subprocess.run(
-        [sys.executable, __file__, str(model)],
-        input=json.dumps(texts),
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return Answers(**json.loads(result.stdout.splitlines()[-1]))
-
-
-def _answer(model_path: str, texts: list[str]) -> dict[str, Any]:
-    from cyllama.llama import llama_cpp
-
-    llama_cpp.disable_logging()
-    params = llama_cpp.LlamaModelParams()
-    params.n_gpu_layers = 0
-    model = llama_cpp.LlamaModel(model_path, params)
-    vocab = model.get_vocab()
-    ids = range(vocab.n_vocab)
-    special = [vocab.tokenize(text, True, True) for text in texts]
-    return {
-        "bos": vocab.token_bos(),
-        "eos": vocab.token_eos(),
-        "add_bos": vocab.get_add_bos(),
-        "eog": [i for i in ids if vocab.is_eog(i)],
-        "pieces": [vocab.token_to_piece(i, 0, True) for i in ids],
-        "plain": [vocab.tokenize(text, True, False) for text in texts],
-        "special": special,
-        "decoded": [
-            vocab.detokenize(tokens, 8 * len(tokens) + 64, False, False) for tokens in special
-        ],
-    }
-
-
-if __name__ == "__main__":
-    sys.stdin.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
-    print(json.dumps(_answer(sys.argv[1], json.load(sys.stdin))))

@@ -60,14 +60,6 @@ def run_case(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> CaseR
     return measure.record()
 
 
-def llama_library() -> Path:
-    """Return llama.cpp's library; skip where it is not built, and in the larger tier build it."""
-    try:
-        return llama_build.library(build=tiers.everything)
-    except llama_build.NoPeer as reason:
-        pytest.skip(f"llama.cpp: {reason}")
-
-
 def pretend_llama_cpp(monkeypatch: pytest.MonkeyPatch, *, is_built: bool) -> None:
     """Let cases find a library of llama.cpp, which is none, or find that it is not built."""
 
