@@ -23,6 +23,7 @@ from unimem.accounting.report import Row
 from unimem.cli import _app
 from unimem.engine import embedded_model
 from unimem.planning.result import Advice, Check, Plan
+from unimem.planning.streaming import Reading
 
 command = importlib.import_module("unimem.cli.plan")
 
@@ -71,7 +72,9 @@ ON_GPU = replace(
     checks=(PLAN.checks[0], Check("cuda:0", 4 * GIB, 8 * GIB, 8 * GIB, "another GPU")),
 )
 
-CODES = {"fits": 0, "reads from disk": 4, "does not fit": 3}
+STREAMS = replace(PLAN, load="stream", weights_budget=GIB, reading=Reading(GIB, 256 * MIB, 4 * GIB))
+
+CODES = {"fits": 0, "streams": 0, "reads from disk": 4, "does not fit": 3}
 
 PAGE = """\
 Fits: 4.1 of 15.0 GiB. Largest context 22k.
@@ -240,6 +243,7 @@ def test_a_gpu_has_its_own_total(planned: Planned) -> None:
     (replace(PLAN, max_ctx=2048), "Fits: 4.1 of 15.0 GiB. Largest context 2k."),
     (replace(PLAN, max_ctx=22_700), "Fits: 4.1 of 15.0 GiB. Largest context 22k."),
     (SPILLS, "Reads from disk: 1.0 GiB with every token. Largest context 22k."),
+    (STREAMS, "Streams: 3.5 of 4.0 GiB in RAM. Largest context 22k."),
     (ON_GPU, "Fits: 128.1 MiB of 15.0 GiB, 4.0 of 8.0 GiB on cuda:0. Largest context 22k."),
     (FALLS_BACK, "Fits: 4.1 of 15.0 GiB. Largest context 22k."),
     (replace(TOO_LARGE, checks=TOO_LARGE.checks[1:2], max_ctx=300),
@@ -279,12 +283,12 @@ def test_options_reach_the_library(planned: Planned) -> None:
         "model": Path("m.gguf"), "ctx": None, "batch": 1, "kv_dtype": "f16", "window": None,
         "threads": None, "sessions": 1, "load": "auto", "device": None, "machine": None,
         "pages": "auto", "numa": None, "lock": False, "engine": None, "slots": None,
-        "mmproj": None, "draft": None,
+        "mmproj": None, "draft": None, "weights_budget": None,
     }  # fmt: skip
     words = (
         "--ctx 8 --batch 2 --kv-dtype q8_0 --window 4 --threads 3 --sessions 5 --load copy "
         "--device cuda:1 --pages 2m --numa bind:0 --lock --engine llama.cpp --slots 4:divided "
-        "--mmproj p.gguf --draft d.gguf"
+        "--mmproj p.gguf --draft d.gguf --weights-budget 25%"
     )
     show("plan", *words.split())
     assert asked == {
@@ -292,7 +296,20 @@ def test_options_reach_the_library(planned: Planned) -> None:
         "threads": 3, "sessions": 5, "load": "copy", "device": "cuda:1", "machine": None,
         "pages": "2m", "numa": "bind:0", "lock": True, "engine": "llama.cpp",
         "slots": "4:divided", "mmproj": Path("p.gguf"), "draft": Path("d.gguf"),
+        "weights_budget": "25%",
     }  # fmt: skip
+
+
+def test_budgets_of_weights() -> None:
+    made = show("plan", "--weights-budget", "900k", "--ctx", "64")
+    assert (made.code, made.lines[0].partition(":")[0]) == (0, "Streams")
+    small = show("plan", "--weights-budget", "1k")
+    assert (small.code, small.out) == (3, "")
+    assert "takes at least" in small.err
+    for words in ("--weights-budget much", "--weights-budget 1M --load map"):
+        wrong = show("plan", *words.split())
+        assert (wrong.code, wrong.out) == (2, "")
+        assert "--weights-budget" in wrong.err
 
 
 @pytest.mark.parametrize(("words", "machine"), [
@@ -327,7 +344,7 @@ def test_options_mean_the_same_as_for_run() -> None:
 
 
 def test_the_document_is_the_library_s(planned: Planned) -> None:
-    for made in (PLAN, SPILLS, FALLS_BACK, TOO_LARGE):
+    for made in (PLAN, STREAMS, SPILLS, FALLS_BACK, TOO_LARGE):
         planned(made)
         screen = show("plan", "m.gguf", "--json", columns=80)
         assert (screen.code, screen.err) == (CODES[made.verdict], "")

@@ -116,7 +116,7 @@ def test_the_document_has_every_fact_and_sizes_in_bytes(model: Path) -> None:
     assert list(document) == [
         "schema", "unimem", "model", "options", "plan", "report", "prompt", "output", "session",
         "store",
-        "speed", "steady_state", "buffers", "ggml", "governor",
+        "speed", "steady_state", "buffers", "ggml", "governor", "streams",
     ]  # fmt: skip
     assert document["schema"] == "unimem.run/1"
     assert document["model"]["files"] == [str(model)]
@@ -124,8 +124,8 @@ def test_the_document_has_every_fact_and_sizes_in_bytes(model: Path) -> None:
     assert document["model"]["dims"]["num_layers"] == TINY.layers
     assert document["options"] == {
         "ctx": 100, "threads": 1, "kv_dtype": "f16", "rotate": False, "window": None,
-        "load": "auto", "pages": "auto", "numa": None, "chat": False, "temperature": 0.0,
-        "top_k": 40, "top_p": 1.0, "seed": None,
+        "load": "auto", "weights_budget": None, "pages": "auto", "numa": None, "chat": False,
+        "temperature": 0.0, "top_k": 40, "top_p": 1.0, "seed": None,
     }  # fmt: skip
     report, plan = document["report"], document["plan"]
     sizes = {row["category"]: row["nbytes"] for row in report["rows"]}
@@ -428,15 +428,35 @@ def test_a_run_reads_as_much_from_disk_as_planned(monkeypatch: Patch) -> None:
     room = plan.total_bytes - plan["other"].nbytes - (256 << 10)  # the header is copied by then
     limit = Limit("memory of the machine", 2 * room, room, "take less")
     monkeypatch.setattr(limits, "memory_limits", lambda: (limit,))
-    screen = run("--ctx", "100", "-n", "1", "--json")
+    screen = run("--ctx", "100", "-n", "1", "--load", "map", "--json")
     again = "256.0 KiB of the model are read from disk with every token"
     assert screen.err == f"unimem: warning: {again} (--verbose says more)\n"
     assert screen.code == 0
     told = json.loads(screen.out)["plan"]
     assert (told["verdict"], told["spilled_bytes"]) == ("reads from disk", 256 << 10)
-    planned = show("plan", "--ctx", "100", "--threads", "1", "--json")
+    planned = show("plan", "--ctx", "100", "--threads", "1", "--load", "map", "--json")
     assert planned.code == 4
     assert json.loads(planned.out)["spilled_bytes"] == 256 << 10
+
+
+def test_a_run_streams_a_model_without_room_or_into_a_budget(monkeypatch: Patch) -> None:
+    whole = um.plan(embedded_model(), ctx=100, threads=1, load="stream")
+    assert whole.weights_budget is not None
+    budget = ("--weights-budget", str(whole.weights_budget - (256 << 10)))
+    page = " ".join(page_of("--ctx", "100", "-n", "12", *budget).split())
+    assert re.search(r"stream a budget of .*; .* pieces were in memory, .* s waited", page)
+    document = run_json("--ctx", "100", "-n", "12", *budget)
+    assert document["model"]["load"] == "stream"
+    assert document["options"]["weights_budget"] == budget[1]
+    (stream,) = document["streams"]
+    assert stream["misses"] > 0
+    assert document["report"]["total_bytes"] == document["plan"]["total_bytes"]
+    room = whole.total_bytes - (256 << 10)
+    limit = Limit("memory of the machine", 2 * room, room, "take less")
+    monkeypatch.setattr(limits, "memory_limits", lambda: (limit,))
+    document = run_json("--ctx", "100", "-n", "1")
+    assert (document["model"]["load"], document["plan"]["verdict"]) == ("stream", "streams")
+    assert "would not stay in memory" in document["model"]["load_reason"]
 
 
 def test_a_context_beyond_the_model_s_own_is_mentioned() -> None:

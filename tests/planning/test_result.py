@@ -11,8 +11,10 @@ import pytest
 import unimem as um
 from support.models.plans import validated
 from unimem.planning.result import Check
+from unimem.planning.streaming import Reading
 
 FULL = (Check("memory of the machine", 2, 1, 3, "take less"),)
+GIB = 1 << 30
 DIMS = um.ModelDims(2048, 5632, 32, 4, 64, 32000, 22, 8192)
 
 
@@ -46,6 +48,31 @@ VERDICTS: list[tuple[dict[str, Any], str, bool | None, str]] = [
         "at least",
         None,
         "At least 2.1 of 64.0 GiB: the cache of this file is ",
+    ),
+    (
+        {"load": "stream", "reading": Reading(9 * GIB, GIB, 9 * GIB)},
+        "streams",
+        True,
+        "Streams: 2.0 of 9.0 GiB in RAM. Largest context 8k.",
+    ),
+    ({"load": "stream", "reading": Reading(GIB, 0, GIB)}, "fits", True, "Fits: "),
+    (
+        {
+            "load": "stream",
+            "reading": Reading(9 * GIB, GIB, 1000 * GIB, "vda", None, GIB, 9 * GIB, "2026-11-28"),
+        },
+        "streams",
+        True,
+        "Streams: 2.0 of 1000.0 GiB in RAM, 0.5 tokens/s. Largest context 8k.",
+    ),
+    (
+        {
+            "spilled_bytes": 4096,
+            "reading": Reading(GIB, GIB, GIB, "vda", None, 10 * GIB, 10 * GIB, "2026-11-28"),
+        },
+        "reads from disk",
+        True,
+        "Reads from disk: 4.0 KiB with every token.",
     ),
     ({"is_counted": False, "spilled_bytes": 4096}, "at least", None, "At least "),
     ({"is_counted": False, "checks": FULL}, "does not fit", False, "Does not fit: "),

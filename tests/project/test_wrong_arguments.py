@@ -109,6 +109,8 @@ Sequence.append_all: t.sequence().append_all(k=TOKEN, v=TOKEN)
 Sequence.crop: t.sequence().crop(n=1)
 Sequence.extend: t.sequence().extend(ids=[1])
 Sequence.gather: t.sequence().gather(layer=0, out=None)
+StreamedTensor.ensure: t.streamed().ensure(ids=[0])
+StreamedTensor.prefetch: t.streamed().prefetch(ids=[0])
 Tape: um.Tape(nbytes_or_block=4096, name='t', category='scratch', **PLACEMENT)
 Tape.owns: t.tape().owns(array_or_address=0)
 Tape.rewind: t.tape().rewind(mark=0)
@@ -124,6 +126,7 @@ Weights.warm: t.weights().warm(threads=1, progress=None)
 measure: um.measure()(function=len)
 open_weights: um.open_weights(path=MODEL, load='map', progress=None, tape=None, threads=1,
     advice=None, verify=True, **PLACEMENT)
+open_weights of a stream: um.open_weights(path=MODEL, load='stream', budget='1G', tape=None)
 plan: um.plan(path_or_dims=DIMS, ctx=16, batch=1, kv_dtype='f16', window=None, threads=1,
     load='auto', sessions=1, device=None, **PLACEMENT)
 repack: um.repack(weights=t.weights(), tape=None, cache=None, progress=None, **PLACEMENT)
@@ -173,7 +176,7 @@ ENGINE_CALLS: dict[str, Callable[[Things], Call]] = {
 DATA = set(
     """
     Machine Measured Placement PlacementOptions Report Stage Stat Tensor Weights Plan Cell
-    Sequence Repacked
+    Sequence Repacked StreamedTensor
 """.split()
 )
 

@@ -19,7 +19,7 @@ from unimem.base.text import (
 )
 from unimem.system.placement import Placement, sum_placements
 
-__all__ = ["kind_of_mapping", "memory_lines", "report_facts", "report_lines"]
+__all__ = ["kind_of_mapping", "memory_lines", "pieces_text", "report_facts", "report_lines"]
 
 _MODELS = 4  # named in the page
 _STATES = {
@@ -103,15 +103,15 @@ def _heading(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "engine", ", ".join(counted)
         if counters.get("piece_hits", 0) + counters.get("piece_misses", 0):
             names = ("hits", "misses", "read_bytes", "waited_ns")
-            yield "streams", _streamed({name: counters[f"piece_{name}"] for name in names})
+            yield "streams", pieces_text({name: counters[f"piece_{name}"] for name in names})
     for stream in facts.get("streams", ()):
         of, budget = format_bytes(stream["resident_bytes"]), format_bytes(stream["budget_bytes"])
-        yield "streams", f"{stream['path']} ({of} of a budget of {budget}; {_streamed(stream)})"
+        yield "streams", f"{stream['path']} ({of} of a budget of {budget}; {pieces_text(stream)})"
     if problem := facts.get("problem"):
         yield "problem", problem
 
 
-def _streamed(counts: Mapping[str, int]) -> str:
+def pieces_text(counts: Mapping[str, int]) -> str:
     """Write what streamed weights have read."""
     hits, all_ = counts["hits"], counts["hits"] + counts["misses"]
     share = f", {hits / all_:.1%}" if all_ else ""

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from unimem._core.status import counters
 from unimem.accounting.report import Report
-from unimem.accounting.report_text import memory_lines
+from unimem.accounting.report_text import memory_lines, pieces_text
 from unimem.base.atomic_file import NewFile
 from unimem.base.text import escape, fact_lines, format_bytes, format_count, shorten, table_lines
 from unimem.cli import terminal
@@ -35,6 +35,7 @@ from unimem.cli.options import (
     PageSize,
     Rotate,
     Threads,
+    WeightsBudget,
     Window,
     check_numa,
     check_window,
@@ -74,7 +75,7 @@ DEFAULT_TOKENS = 256  # a whole story of the model in the package
 WARM_UP = 8
 
 _WIDTH = 80
-_LAYOUT_OPTIONS = "ctx kv_dtype window threads load pages numa".split()
+_LAYOUT_OPTIONS = "ctx kv_dtype window threads load weights_budget pages numa".split()
 
 Stop = Literal["length", "end", "interrupted"]
 _STOPS = {"length": "the limit", "end": "ended by the model", "interrupted": "interrupted"}
@@ -106,6 +107,7 @@ class Options:
     rotate: bool | None
     window: int | None
     load: EngineLoad
+    weights_budget: str | None
     pages: Pages
     numa: str | None
     governed: bool
@@ -232,6 +234,7 @@ def run(
         value_option("N", "Same seed, same text. [default: a new one each time]", min=0),
     ] = None,
     load: LoadMode = "auto",
+    weights_budget: WeightsBudget = None,
     pages: PageSize = "auto",
     numa: NumaOfModel = None,
     governed: Annotated[
@@ -253,6 +256,7 @@ def run(
         rotate=rotate,
         window=window,
         load=load,
+        weights_budget=weights_budget,
         pages=pages,
         numa=numa,
         governed=governed,
@@ -583,11 +587,17 @@ def _facts(decoder: Decoder, report: Report, talk: Talk, options: Options) -> di
         "session": ", ".join(session),
         "store": store,
         "load": f"{known['load']}: {known['load_reason']}",
+        "stream": "; ".join(map(_streamed, known.get("streams", ()))),
         "model": f"{name}: {known['architecture']}, "
         f"{format_count(decoder.dims.num_layers, 'layer')}, KV {known['kv_dtype']}"
         f"{', rotated' * known['rotate']}, {format_count(decoder.threads, 'thread')}",
     }
     return {name: fact for name, fact in facts.items() if fact}
+
+
+def _streamed(stream: dict[str, int]) -> str:
+    """Say how often weights were there, and what reading the others cost."""
+    return f"a budget of {format_bytes(stream['budget_bytes'])}; {pieces_text(stream)}"
 
 
 def _notes(report: Report) -> dict[str, str]:
@@ -607,6 +617,7 @@ def _speed(n: int, seconds: float) -> str:
 
 
 _USED = ("ctx", "threads", "kv_dtype", "rotate", "window")
+_ASKED = ("load", "weights_budget", "pages", "numa", "chat")
 _PLANNED = "total_bytes available_bytes max_ctx model_ctx verdict spilled_bytes".split()
 
 
@@ -631,7 +642,7 @@ def _document(
         }
         | known,
         "options": {key: report.facts[key] for key in _USED}
-        | {key: getattr(options, key) for key in ("load", "pages", "numa", "chat")}
+        | {key: getattr(options, key) for key in _ASKED}
         | asdict(options.sampling),
         "plan": {key: getattr(plan, key) for key in _PLANNED}
         | {"rows": [{"category": row.category, "nbytes": row.nbytes} for row in plan.rows]},
@@ -659,6 +670,7 @@ def _document(
         "buffers": {"count": talk.n_buffers, "moved": list(talk.moved)},
         "ggml": ggml,
         "governor": _governor_fields(governor),
+        "streams": report.facts.get("streams", []),
     }
 
 

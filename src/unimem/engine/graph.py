@@ -21,7 +21,7 @@ from unimem.engine.model import Model
 from unimem.engine.rotation_op import node_address, rotation_block
 from unimem.planning.needs import nodes_bound
 
-__all__ = ["Arrays", "Graph", "Headers", "KVLane", "Mask", "view"]
+__all__ = ["Arrays", "Bringer", "Graph", "Headers", "KVLane", "Mask", "view"]
 
 _WORD = 8
 _ROPE_MODES = {"normal": ggml.ROPE_NORMAL, "neox": ggml.ROPE_NEOX}
@@ -56,12 +56,23 @@ class KVLane(NamedTuple):
     head_stride: int
 
 
+class Bringer(NamedTuple):
+    """The addresses of a function for ``ggml_map_custom1``, and of its `userdata`."""
+
+    function: int
+    data: int
+
+
 class Headers:
     """ggml's headers of the weights and of the cache's parts, in `nbytes` at `address`.
 
     `tensors` has the type number, the shape in ggml's order and the address of each name. `layers`
     has the part of each layer, its keys and its values. `n_rows` has the rows of a
     lane for each part, and `kv_kinds` ggml's types of K and V.
+
+    `layers` and `experts` have what brings the weights of a layer, or the experts that were chosen
+    there, from the disk, by the layer's prefix such as ``"blk.0"``. They may be filled until graphs
+    are made.
     """
 
     def __init__(
@@ -78,6 +89,8 @@ class Headers:
         self.context = ggml.new_context(address, nbytes)
         self.n_rows = n_rows
         self.rotates = rotates
+        self.layers: dict[str, Bringer] = {}
+        self.experts: dict[str, Bringer] = {}
         self.weights = {
             name: self._header(kind, ne, data) for name, (kind, ne, data) in tensors.items()
         }
@@ -306,6 +319,7 @@ class _Builder:
         n_layers = self._model.dims.num_layers
         for layer in range(n_layers):
             blk = f"blk.{layer}"
+            x = self._bring(self._headers.layers.get(blk), x)
             attended = self._attention(layer, self._norm(x, f"{blk}.attn_norm"))
             if layer == n_layers - 1:
                 # The rest of the last layer computes only the token that gets logits.
@@ -422,6 +436,10 @@ class _Builder:
         shares = ggml.reshape_2d(context, shares, n_used, n)
         total = ggml.clamp(context, ggml.sum_rows(context, shares), _LEAST_SUM, math.inf)
         shares = ggml.reshape_3d(context, ggml.div(context, shares, total), 1, n_used, n)
+        if blk in self._headers.experts:
+            # They may replace the numbers of experts by slots; ggml knows no such dependency.
+            ggml.expand(self.graph, shares)
+        chosen = self._bring(self._headers.experts.get(blk), chosen)
         x = ggml.reshape_3d(context, x, hidden, 1, n)
         up, gate = (
             ggml.mul_mat_id(context, self._weights[f"{blk}.ffn_{name}_exps.weight"], x, chosen)
@@ -438,3 +456,10 @@ class _Builder:
         for other in others:
             one = ggml.add(context, one, other)
         return int(one if others else ggml.cont(context, one))
+
+    def _bring(self, bringer: Bringer | None, values: int) -> int:
+        """Bring weights from the disk between the making of these values and their use."""
+        if bringer is None:
+            return values
+        function, data = bringer
+        return int(ggml.map_custom1_inplace(self._context, values, function, 1, data))

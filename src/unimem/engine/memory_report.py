@@ -101,5 +101,7 @@ def make_report(decoder: DecoderMemory) -> Report:
             f"and threads, and the stacks of {n} thread{'s' * (n != 1)}; in none of these rows"
         ),
     }
+    if weights.stream is not None:
+        facts["streams"] = [weights.stream.to_dict()]  # as a report of the whole process
     rows = tuple(replace(row, high_water_bytes=most.get(row.category)) for row in rows)
     return Report(rows, facts | ggml.facts(), mappings)

@@ -82,6 +82,11 @@ class Things:
     def weights(self, **options: Any) -> um.Weights:
         return self.undo.enter_context(um.open_weights(MODEL, **options))
 
+    def streamed(self) -> um.StreamedTensor:
+        tensor = self.weights(load="stream").tensors["blk.0.ffn_up.weight"]
+        assert isinstance(tensor, um.StreamedTensor)
+        return tensor
+
     def buffers(self) -> um.DecodeBuffers:
         return self.undo.enter_context(um.DecodeBuffers(DIMS, pages="4k"))
 

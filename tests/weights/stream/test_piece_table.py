@@ -48,6 +48,15 @@ def test_experts_of_another_size_have_their_own_pool() -> None:
     assert [block.kind for block in table.blocks] == [0, 1]
 
 
+def test_many_experts_are_in_several_pools() -> None:
+    for n_blocks, n, sizes in ((8, 64, [512]), (9, 64, [320, 256]), (9, 256, [768, 768, 768])):
+        rows = [row for i in range(n_blocks) for row in experts(i, 100_000 * i, n, 100 * n)]
+        table = find_pieces(rows, 8)
+        assert [kind.n_pieces for kind in table.kinds] == sizes
+        assert {kind.least_slots for kind in table.kinds} == {8}
+        assert [block.kind for block in table.blocks] == sorted(b.kind for b in table.blocks)
+
+
 def test_all_experts_are_used_if_the_model_does_not_say_how_many() -> None:
     assert find_pieces(experts(0, 0), None).kinds[0].least_slots == 4
     assert find_pieces(experts(0, 0), 9).kinds[0].least_slots == 4

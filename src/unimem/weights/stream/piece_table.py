@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,6 +17,11 @@ _EXPERTS = re.compile(r".+_exps\..+")
 _MOST_GAP = 4096
 # One block is computed while the next one is read.
 WINDOW = 2
+# Experts that are alike are in several pools if there are many. ggml's product with chosen experts
+# takes time and memory for each that could be chosen: here, for each slot of a pool.
+_MOST_PIECES = 512
+# A pool with slots for a quarter of its pieces still holds all experts of a block, for prompts.
+_LEAST_BLOCKS = 4
 MOST_PARTS = 8  # of a piece (UM_PIECES_MAX_PARTS); smaller tensors beyond stay in memory
 
 
@@ -155,7 +161,8 @@ def find_pieces(rows: Iterable[TensorRow], n_used: int | None) -> PieceTable:
 
     Routed experts (``blk.N.ffn_gate_exps.weight`` and others, the expert last among the dimensions)
     are pieces: all tensors of one expert of a block are one. In a model without any, each block is
-    a piece. Everything else stays in memory.
+    a piece. Everything else stays in memory. Experts of blocks far apart are of different kinds,
+    though they may be alike.
 
     Parameters
     ----------
@@ -180,13 +187,10 @@ def find_pieces(rows: Iterable[TensorRow], n_used: int | None) -> PieceTable:
     found: list[BlockPieces] = []
     places: dict[str, TensorPlace] = {}
     first = 0
-    for _, tensors in sorted((experts or blocks).items()):
-        # The rare tensors of another number of experts stay in memory.
-        n = max(row.ne[-1] for row in tensors) if has_experts else 1
-        ranges = _expert_ranges(tensors, n) if has_experts else _block_ranges(tensors)
-        largest = sorted(ranges, key=lambda one: -one.nbytes)[:MOST_PARTS]
-        ranges = [one for one in ranges if one in largest]
-        alike = tuple((one.nbytes, tuple(map(_alike, one.tensors))) for one in ranges)
+    pieces = [
+        _pieces_of(tensors, has_experts) for _, tensors in sorted((experts or blocks).items())
+    ]
+    for alike, (n, ranges) in zip(_alike_in_pools(pieces, has_experts), pieces, strict=True):
         kind = kinds.setdefault(alike, [len(kinds), 0, 0])
         if kind[0] == len(sizes):
             sizes.append(tuple(one.nbytes for one in ranges))
@@ -204,6 +208,31 @@ def find_pieces(rows: Iterable[TensorRow], n_used: int | None) -> PieceTable:
         places,
         has_experts,
     )
+
+
+def _pieces_of(tensors: list[TensorRow], has_experts: bool) -> tuple[int, list[_Range]]:
+    """Return the number of pieces of a block, and the parts of the first."""
+    # The rare tensors of another number of experts stay in memory.
+    n = max(row.ne[-1] for row in tensors) if has_experts else 1
+    ranges = _expert_ranges(tensors, n) if has_experts else _block_ranges(tensors)
+    largest = sorted(ranges, key=lambda one: -one.nbytes)[:MOST_PARTS]
+    return n, [one for one in ranges if one in largest]
+
+
+def _alike_in_pools(
+    pieces: list[tuple[int, list[_Range]]], has_experts: bool
+) -> Iterator[tuple[object, int]]:
+    """Yield for each block what its pieces are alike in, and which pool of these they are in."""
+    alike = [
+        tuple((one.nbytes, tuple(map(_alike, one.tensors))) for one in ranges)
+        for _, ranges in pieces
+    ]
+    n_blocks, n_seen = Counter(alike), Counter[object]()
+    for (n, _), key in zip(pieces, alike, strict=True):
+        most = max(_MOST_PIECES // n, _LEAST_BLOCKS) if has_experts else len(pieces)
+        n_pools = -(-n_blocks[key] // most)
+        yield key, n_seen[key] * n_pools // n_blocks[key]
+        n_seen[key] += 1
 
 
 def _alike(tensor: tuple[TensorRow, int]) -> tuple[object, ...]:
