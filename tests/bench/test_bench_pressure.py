@@ -91,8 +91,11 @@ class InventedSide:
     def begin(self) -> None:
         self.begun += 1
 
-    def step(self, token: int) -> None:
-        self.n += 1
+    def compute(self, tokens: list[int]) -> None:
+        self.n += len(tokens)
+
+    def counts(self) -> dict[str, int]:
+        return {"tokens": self.n}
 
 
 def test_conversations_of_a_side_are_alike() -> None:
@@ -110,7 +113,7 @@ class Side:
     load, start_s = "map: so", 0.5
     def __init__(self, model, **options): print(model, options)
     def begin(self): pass
-    def step(self, token): print("a library speaks")
+    def compute(self, tokens): print("a library speaks")
 timed_side.TimedUnimem = Side
 sys.argv = ["side", "unimem", "m.gguf", '{"load": "map"}']
 timed_side.main()
