@@ -14,7 +14,8 @@
  *   others may then fail if their steps go away.
  * - um_tape: any. No thread may use memory that um_tape_clear or um_tape_rewind takes back.
  * - um_grid: um_grid_take, um_grid_give, um_grid_cell and um_grid_n_available.
- * - um_kv, um_paged: one writer and readers, see unimem_kv.h. um_load: one thread.
+ * - um_kv, um_paged: one writer and readers, see unimem_kv.h. um_load: one thread. um_pieces: see
+ *   unimem_pieces.h.
  *
  * Example
  *
@@ -145,7 +146,12 @@ typedef enum um_detail {
 
     UM_PAGED_FULL = 0x700, /* UM_E_FULL: there are not enough blocks */
     UM_PAGED_UNHELD,       /* UM_E_STATE: no sequence holds the block */
-    UM_PAGED_UNEVEN        /* UM_E_STATE: layers differ in length */
+    UM_PAGED_UNEVEN,       /* UM_E_STATE: layers differ in length */
+
+    UM_PIECES_FULL = 0x800, /* UM_E_FULL: the pool has fewer slots than the call has pieces */
+    UM_PIECES_HELD,         /* UM_E_BUSY: holders keep the slots */
+    UM_PIECES_INTERRUPTED,  /* UM_E_OS: a signal interrupted the wait for reads */
+    UM_PIECES_FORKED        /* UM_E_STATE: a forked child has none of the reads */
 } um_detail;
 
 typedef struct um_error {
@@ -155,7 +161,7 @@ typedef struct um_error {
     uint64_t limit;   /* UM_E_FULL: the capacity */
     uint64_t used;    /* UM_E_FULL: what is taken of it */
     uint64_t asked;   /* UM_E_FULL, UM_E_NOMEM: what the call asked for */
-    uint64_t offset;  /* UM_E_FORMAT: the place in the file */
+    uint64_t offset;  /* UM_E_FORMAT, UM_E_IO of um_pieces: the place in the file */
     const char *what; /* static text for people, which may change: the argument, the system call or
                          the rule. Never NULL */
 } um_error;

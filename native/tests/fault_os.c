@@ -8,6 +8,7 @@
 
 #include "base/stats.h"
 #include "os/os.h"
+#include "os/ring.h"
 
 /* ---- the Nth call ---- */
 
@@ -141,7 +142,13 @@ WRAP(um__os_seal, "fcntl", (int fd, int write), (fd, write))
 WRAP(um__os_punch_hole, "fallocate", (int fd, uint64_t offset, uint64_t nbytes),
      (fd, offset, nbytes))
 WRAP(um__os_file_nbytes, "fstat", (int fd, uint64_t *out), (fd, out))
+WRAP(um__os_open_direct, "open", (int fd, int *out_fd), (fd, out_fd))
 WRAP_ENDING(um__os_close, "close", (int fd), (fd))
+WRAP(um__os_ring_setup, "io_uring", (unsigned n, um__ring_params *params, int *out_fd),
+     (n, params, out_fd))
+WRAP(um__os_ring_map, "io_uring", (int fd, uint64_t offset, size_t nbytes, void **out),
+     (fd, offset, nbytes, out))
+WRAP(um__os_ring_enter, "io_uring", (int fd, unsigned n, unsigned n_least), (fd, n, n_least))
 WRAP(um__os_fs_open, "fsopen", (const char *type, int *out_fd), (type, out_fd))
 WRAP(um__os_fs_set, "fsconfig", (int fd, const char *key, const char *value), (fd, key, value))
 WRAP(um__os_fs_create, "fsconfig", (int fd), (fd))
@@ -189,6 +196,31 @@ WRAP(um__os_pread, "pread", (int fd, void *out, size_t nbytes, uint64_t offset, 
      (fd, out, limited(nbytes), offset, out_nbytes))
 WRAP(um__os_read, "read", (int fd, void *out, size_t nbytes, size_t *out_nbytes),
      (fd, out, limited(nbytes), out_nbytes))
+
+/* What ends a read of a ring. */
+static const call call_of_um__ring_take = {"um__ring_take", "a part"};
+bool __real_um__ring_take(um__ring *ring, um__read_end *out);
+bool __wrap_um__ring_take(um__ring *ring, um__read_end *out);
+bool __wrap_um__ring_take(um__ring *ring, um__read_end *out) {
+    if (!__real_um__ring_take(ring, out)) {
+        return false;
+    }
+    int failed = fault(&call_of_um__ring_take);
+    if (failed != 0) {
+        out->os_errno = failed;
+        out->nbytes = 0;
+    }
+    return true;
+}
+
+void __real_um__ring_put(um__ring *ring, uint32_t id, int fd, void *to, size_t nbytes,
+                         uint64_t offset);
+void __wrap_um__ring_put(um__ring *ring, uint32_t id, int fd, void *to, size_t nbytes,
+                         uint64_t offset);
+void __wrap_um__ring_put(um__ring *ring, uint32_t id, int fd, void *to, size_t nbytes,
+                         uint64_t offset) {
+    __real_um__ring_put(ring, id, fd, to, limited(nbytes), offset);
+}
 
 /* ---- invented answers ---- */
 

@@ -29,8 +29,9 @@ from unimem.weights.residency import drop_files
 
 __all__ = ["GivesBack", "Governor", "GovernorEvent"]
 
-# Default priorities: of prefix caches, memory without tokens, and the page cache of files.
-_PREFIXES, _SPARE, _FILES = 10, 20, 30
+# Default priorities: of slots of streamed weights, prefix caches, memory without tokens, and the
+# page cache of files.
+_SLOTS, _PREFIXES, _SPARE, _FILES = 5, 10, 20, 30
 # Limits are read this often, since a changed limit is not announced.
 _LOOK_SECONDS = 0.5
 # The first and the longest wait after a look that found nothing to give back: the kernel may
@@ -176,11 +177,12 @@ class Governor:
         ----------
         what : PagedKVCache, KVCache, Decoder, Weights, Stage or an object with ``give_back()``
             A paged cache gives unused blocks and the prefixes in them; another cache gives memory
-            without tokens; weights that were read, and a stage, give the page cache of their files.
+            without tokens; streamed weights give a quarter of their slots beyond the least; weights
+            that were read, and a stage, give the page cache of their files.
             ``give_back()`` returns bytes, and is called by the governor's thread.
         priority : int, optional
-            Lower goes first. By default 10 for a paged cache, 20 for memory without tokens and for
-            other objects, 30 for files.
+            Lower goes first. By default 5 for streamed weights, 10 for a paged cache, 20 for memory
+            without tokens and for other objects, 30 for files.
 
         Returns
         -------
@@ -494,6 +496,8 @@ def _step_of(what: object) -> tuple[str, int, Callable[[], int]]:
     if isinstance(what, KVCache):
         return f"spare memory of cache '{what.name}'", _SPARE, what.give_back
     if isinstance(what, Weights):
+        if what.load == "stream":
+            return f"slots of {what.files[0]}", _SLOTS, what.stream.give_back
         if what.load == "map":
             raise ValueError(
                 f"what: {what.files[0]} is mapped, and tokens read its pages: expected weights "

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -27,7 +28,7 @@ FINDINGS = (
 @pytest.fixture
 def amiss(monkeypatch: Patch) -> um.Machine:
     machine = replace(um.doctor(), findings=FINDINGS)
-    monkeypatch.setattr(command, "look", lambda: machine)
+    monkeypatch.setattr(command, "look", lambda disk: machine)
     return machine
 
 
@@ -57,6 +58,22 @@ def test_the_document_is_the_library_s() -> None:
     ]
 
 
+def test_a_disk_is_measured_where_one_is_named(amiss: um.Machine, monkeypatch: Patch) -> None:
+    measured: list[Path | None] = []
+
+    def look(disk: Path | None) -> um.Machine:
+        measured.append(disk)
+        return amiss
+
+    monkeypatch.setattr(command, "look", look)
+    for given in ((), ("--disk", "/models")):
+        assert show("doctor", *given).code == 0
+    assert measured == [None, Path("/models")]
+    monkeypatch.undo()
+    code, out, err = show("doctor", "--disk", "/nosuch")
+    assert (code, out, err) == (1, "", "unimem: /nosuch: No such file or directory\n")
+
+
 @pytest.mark.usefixtures("amiss")
 def test_findings_do_not_change_the_exit_code() -> None:
     code, out, err = show("doctor")
@@ -79,5 +96,5 @@ def test_only_willing_terminals_get_colours(amiss: um.Machine, monkeypatch: Patc
     assert show("doctor", columns=80, TERM="dumb").out == plain
     document = json.loads(show("doctor", "--json", columns=80).out)
     assert [each["is_optional"] for each in document["findings"]] == [False, True]
-    monkeypatch.setattr(command, "look", lambda: replace(amiss, findings=()))
+    monkeypatch.setattr(command, "look", lambda disk: replace(amiss, findings=()))
     assert "\x1b[32mNothing to change.\x1b[0m" in show("doctor", columns=80).out

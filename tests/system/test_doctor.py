@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 import unimem as um
 from support.kernel.invented_machine import GIB, MODES, THP, Invented, node
-from unimem.system import limits
+from unimem.system import doctor, limits
+from unimem.system.disk_speed import DiskSpeed
 
 # ---- what it reads -------------------------------------------------------------------------
 
@@ -60,6 +65,38 @@ def test_a_machine_that_shows_nothing(tmp_path: Path, machine: Invented) -> None
     assert (found.thp.enabled, found.memory.swappiness, found.numa.balancing) == (None, None, None)
     assert len(found.findings) == 1  # no THP
     assert "not there" in str(found)
+
+
+def test_a_disk_is_measured_and_remembered(
+    tmp_path: Path, machine: Invented, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[Path] = []
+    speed = DiskSpeed(2 << 30, 8 << 30, "2026-11-28")
+
+    def measure(path: Path) -> DiskSpeed:
+        measured.append(path)
+        return speed
+
+    monkeypatch.setattr(doctor, "measure_speed", measure)
+    (before,) = um.doctor().disks
+    assert (before.name, before.speed, measured) == ("vda", None, [])
+    (found,) = um.doctor(disk=tmp_path).disks
+    assert (found, measured) == (replace(before, speed=speed), [tmp_path])
+    again = um.doctor()
+    assert (again.disks, measured) == ((found,), [tmp_path])
+    assert "vda: read-ahead 128.0 KiB, direct reads 2.0 GiB/s (2026-11-28)" in str(again)
+    machine.write("/proc/self/mountinfo", "1 0 0:60 / / rw - overlay overlay rw")
+    (found,) = um.doctor(disk=tmp_path).disks
+    assert "\ndisks     overlay: direct reads 2.0 GiB/s (2026-11-28)" in str(um.doctor())
+
+
+def test_a_path_without_a_disk_is_not_measured(tmp_path: Path, machine: Invented) -> None:
+    with pytest.raises(FileNotFoundError, match="nosuch"):
+        um.doctor(disk=tmp_path / "nosuch")
+    machine.write("/proc/self/mountinfo", "1 0 0:60 / / rw - tmpfs tmpfs rw")
+    with pytest.raises(OSError, match="in memory") as caught:
+        um.doctor(disk=tmp_path)
+    assert (caught.value.errno, caught.value.filename) == (errno.EINVAL, str(tmp_path))
 
 
 # ---- the machine that the tests run on -----------------------------------------------------

@@ -74,6 +74,8 @@ NEEDED: dict[str, tuple[Change, str, str]] = {
         "moves pages between nodes", "sysctl kernel.numa_balancing=0"),
     "zone reclaim": (files(zone_reclaim="1"),
         "vm.zone_reclaim_mode=1", "sysctl vm.zone_reclaim_mode=0"),
+    "read-ahead": (files(read_ahead="8192"),
+        "vda reads 8.0 MiB ahead", "echo 128 > /sys/block/vda/queue/read_ahead_kb"),
     "swap": (SWAP, "vm.swappiness=60", "sysctl vm.swappiness=1"),
     "hugetlb cgroup": (
         of_2m(limits.Limit("hugetlb cgroup /a", 0, 0, f"echo max > {CG}/a/hugetlb.2MB.max"),
@@ -139,6 +141,7 @@ HARMLESS: dict[str, Change] = {
     "container of one node": all_of(CONTAINER, ONE_NODE),
     "one node, balanced": all_of(ONE_NODE, files(balancing="1", zone_reclaim="1")),
     "tiered balancing": files(balancing="2"),
+    "read-ahead of an expert": files(read_ahead="1024"),
     "quiet swap": all_of(SWAP, files(swappiness="10")),
     "memlock of all": facts(memlock=limits.Limit("locked memory (memlock)", 256 * GIB, 0, "")),
     "wide hugetlb cgroup": of_2m(limits.Limit("hugetlb cgroup /a", 200 << 20, 0, "echo no")),

@@ -52,6 +52,14 @@ um_status um__fail_io(um_error *err, int os_errno, uint64_t asked, const char *c
     return fail_call(err, UM_E_IO, os_errno, asked, call);
 }
 
+um_status um__fail_file(um_error *err, int os_errno, uint64_t file, uint64_t offset,
+                        uint64_t nbytes, const char *what) {
+    um_error filled = {.status = UM_E_IO, .os_errno = os_errno, .used = file, .what = what};
+    filled.offset = offset;
+    filled.asked = nbytes;
+    return fill(err, filled);
+}
+
 um_status um__fail_format(um_error *err, const char *rule, uint64_t offset) {
     return fill(err, (um_error){.status = UM_E_FORMAT, .offset = offset, .what = rule});
 }

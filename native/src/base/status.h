@@ -16,6 +16,9 @@ um_status um__fail_os(um_error *err, int os_errno, uint64_t asked, const char *c
 /* UM_E_NOMEM for any errno: some calls report a lack of memory by another one than ENOMEM. */
 um_status um__fail_nomem(um_error *err, int os_errno, uint64_t asked, const char *call);
 um_status um__fail_io(um_error *err, int os_errno, uint64_t asked, const char *call);
+/* UM_E_IO of nbytes at an offset of a file, by its number. */
+um_status um__fail_file(um_error *err, int os_errno, uint64_t file, uint64_t offset,
+                        uint64_t nbytes, const char *what);
 um_status um__fail_format(um_error *err, const char *rule, uint64_t offset);
 
 #define UM__RETURN_IF(condition, status)                                                           \

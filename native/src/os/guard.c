@@ -12,7 +12,7 @@
  * each other never end. So each foreign action that we ever cover has an entry with a function of
  * its own, which goes on to that one action for as long as the process lives. */
 #include "base/status.h"
-#include "os/os.h"
+#include "os/lock.h"
 
 #include <errno.h>
 #include <setjmp.h>
@@ -46,8 +46,8 @@ typedef struct entry {
 enum { MAX_ENTRIES = 16 };
 static entry entries[MAX_ENTRIES];
 
-/* The lock of the next three; no handler takes it. 0: free, 1: taken, 2: taken and waited for. */
-static _Atomic uint32_t lock;
+/* The lock of the next three; no handler takes it. */
+static um__lock lock;
 static unsigned n_entries;
 static unsigned n_users; /* threads inside of a run */
 static bool knows_forks;
@@ -258,18 +258,11 @@ static void take_away(void) {
 /* ---- runs ---- */
 
 static void take_lock(void) {
-    uint32_t is_free = 0;
-    if (!atomic_compare_exchange_strong(&lock, &is_free, 1)) {
-        while (atomic_exchange(&lock, 2) != 0) {
-            um__os_wait(&lock, 2, 1000);
-        }
-    }
+    um__lock_take(&lock);
 }
 
 static void drop_lock(void) {
-    if (atomic_exchange(&lock, 0) == 2) {
-        um__os_wake(&lock);
-    }
+    um__lock_drop(&lock);
 }
 
 /* A child has only the thread that forked. */

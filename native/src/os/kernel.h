@@ -57,6 +57,35 @@ enum { UM__FSCONFIG_SET_FLAG = 0, UM__FSCONFIG_SET_STRING = 1 };
 enum { UM__FSCONFIG_CMD_CREATE = 6, UM__FSCONFIG_CMD_RECONFIGURE = 7 };
 enum { UM__MOUNT_ATTR_NOSUID = 2, UM__MOUNT_ATTR_NODEV = 4, UM__MOUNT_ATTR_NOEXEC = 8 };
 
+/* io_uring, Linux 5.1; reads into plain memory, 5.6. */
+enum { UM__SYS_RING_SETUP = 425, UM__SYS_RING_ENTER = 426 };
+typedef struct um__ring_offsets { /* struct io_sqring_offsets and io_cqring_offsets */
+    uint32_t head, tail, mask, entries;
+    uint32_t flags_or_overflow, dropped_or_events, array_or_flags, reserved;
+    uint64_t address;
+} um__ring_offsets;
+typedef struct um__ring_params { /* struct io_uring_params */
+    uint32_t n_asked, n_ended, flags, thread_cpu, thread_idle, features, wq_fd, reserved[3];
+    um__ring_offsets asked, ended;
+} um__ring_params;
+typedef struct um__ring_entry { /* struct io_uring_sqe */
+    uint8_t opcode, flags;
+    uint16_t priority;
+    int32_t fd;
+    uint64_t offset, address;
+    uint32_t nbytes, read_flags;
+    uint64_t id, rest[3];
+} um__ring_entry;
+typedef struct um__ring_event { /* struct io_uring_cqe */
+    uint64_t id;
+    int32_t result;
+    uint32_t flags;
+} um__ring_event;
+enum { UM__RING_OP_READ = 22 };
+enum { UM__RING_ENTER_WAIT = 1 };
+enum { UM__RING_ONE_MAPPING = 1, UM__RING_HAS_READ = 8 }; /* features; the second came with reads */
+#define UM__RING_OFFSET_ENTRIES UINT64_C(0x10000000)
+
 /* PAGEMAP_SCAN, Linux 6.7. */
 typedef struct um__scan_arguments { /* struct pm_scan_arg */
     uint64_t size, flags, start, end, walk_end, vec, vec_len, max_pages;

@@ -73,6 +73,9 @@ int um__os_file_nbytes(int fd, uint64_t *out);
 /* Returns the page size of a file's mappings: of hugetlbfs its own, else the base page. */
 int um__os_file_page_bytes(int fd, size_t *out);
 int um__os_open_read(const char *path, int *out_fd);
+/* Opens the file of a descriptor once more, to be read past the page cache (O_DIRECT). EINVAL: its
+ * file system cannot. */
+int um__os_open_direct(int fd, int *out_fd);
 int um__os_close(int fd);
 /* Makes a second descriptor of the same file, closed on exec. */
 int um__os_duplicate(int fd, int *out_fd);
@@ -83,6 +86,16 @@ int um__os_resize(int fd, uint64_t nbytes);
 int um__os_seal(int fd, int write);
 /* Gives back the memory of a range of a shared file. pre: multiples of the file's page. */
 int um__os_punch_hole(int fd, uint64_t offset, uint64_t nbytes);
+
+/* ---- io_uring: see ring.h ---- */
+
+typedef struct um__ring_params um__ring_params; /* of kernel.h */
+/* Makes an io_uring for n operations. */
+int um__os_ring_setup(unsigned n, um__ring_params *params, int *out_fd);
+/* Maps a part of an io_uring, for um__os_unmap. */
+int um__os_ring_map(int fd, uint64_t offset, size_t nbytes, void **out);
+/* Begins n operations, and waits until n_least can be taken; less than n may have begun. */
+int um__os_ring_enter(int fd, unsigned n, unsigned n_least);
 
 /* ---- file systems ---- */
 
@@ -124,6 +137,8 @@ int um__os_raise_bus(void);
 /* Changes the signal mask of this thread (pthread_sigmask); out_previous may be NULL. */
 int um__os_signal_mask(int how, const sigset_t *mask, sigset_t *out_previous);
 
+/* Returns the time of the monotonic clock; cannot fail. */
+uint64_t um__os_now_ns(void);
 /* Returns the base page size; cannot fail. */
 size_t um__os_page_bytes(void);
 

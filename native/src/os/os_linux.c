@@ -14,6 +14,7 @@
 #include <sched.h>
 #include <signal.h>
 #include <stdbool.h>
+#include <stdio.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -185,6 +186,12 @@ int um__os_open_read(const char *path, int *out_fd) {
     return descriptor_of(open(path, O_RDONLY | O_CLOEXEC), out_fd);
 }
 
+int um__os_open_direct(int fd, int *out_fd) {
+    char path[32];
+    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    return descriptor_of(open(path, O_RDONLY | O_CLOEXEC | O_DIRECT), out_fd);
+}
+
 int um__os_close(int fd) {
     return result_of(close(fd));
 }
@@ -214,6 +221,25 @@ int um__os_seal(int fd, int write) {
 int um__os_punch_hole(int fd, uint64_t offset, uint64_t nbytes) {
     return result_of(
         fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)offset, (off_t)nbytes));
+}
+
+int um__os_ring_setup(unsigned n, um__ring_params *params, int *out_fd) {
+    return descriptor_of(syscall(UM__SYS_RING_SETUP, n, params), out_fd);
+}
+
+int um__os_ring_map(int fd, uint64_t offset, size_t nbytes, void **out) {
+    void *mapped = NULL;
+    int os_errno =
+        map(&mapped, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, (off_t)offset);
+    if (os_errno == 0) {
+        *out = mapped;
+    }
+    return os_errno;
+}
+
+int um__os_ring_enter(int fd, unsigned n, unsigned n_least) {
+    unsigned flags = n_least > 0 ? UM__RING_ENTER_WAIT : 0;
+    return result_of(syscall(UM__SYS_RING_ENTER, fd, n, n_least, flags, NULL, 0));
 }
 
 int um__os_fs_open(const char *type, int *out_fd) {
@@ -303,6 +329,12 @@ int um__os_raise_bus(void) {
 int um__os_signal_mask(int how, const sigset_t *mask, sigset_t *out_previous) {
     um__count_os_call();
     return pthread_sigmask(how, mask, out_previous);
+}
+
+uint64_t um__os_now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
 }
 
 size_t um__os_page_bytes(void) {

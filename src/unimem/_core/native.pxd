@@ -1,5 +1,4 @@
-# The public C API for Cython. The comments of unimem.h, unimem_kv.h and unimem_formats.h are the
-# manual.
+# The public C API for Cython. The comments of the headers in native/include are the manual.
 from libc.stdint cimport int16_t, int32_t, uint8_t, uint32_t, uint64_t
 
 cdef extern from "unimem.h" nogil:
@@ -16,7 +15,8 @@ cdef extern from "unimem.h" nogil:
         UM_DETAIL_NONE, UM_MARKS_FULL, UM_BLOCK_NO_POLICY, UM_BLOCK_PAST_FILE, UM_TAPE_FULL,
         UM_TAPE_FROZEN, UM_GRID_FULL, UM_GRID_FREE, UM_HEADER_FULL, UM_KV_FULL, UM_KV_ROWS,
         UM_KV_OVERWRITTEN, UM_KV_RESERVED, UM_KV_UNRESERVED, UM_KV_UNEVEN, UM_PAGED_FULL,
-        UM_PAGED_UNHELD, UM_PAGED_UNEVEN
+        UM_PAGED_UNHELD, UM_PAGED_UNEVEN, UM_PIECES_FULL, UM_PIECES_HELD, UM_PIECES_INTERRUPTED,
+        UM_PIECES_FORKED
 
     ctypedef struct um_error:
         um_status status
@@ -429,6 +429,65 @@ cdef extern from "unimem_formats.h" nogil:
                                    uint64_t file_nbytes, um_error *err)
     size_t um_safetensors_write_text(const void *data, um_safetensors_text text, char *out)
     void um_safetensors_free(um_safetensors *safetensors)
+
+cdef extern from "unimem_pieces.h" nogil:
+    enum:
+        UM_PIECES_MAX_PARTS
+
+    ctypedef struct um_pieces_range:
+        uint32_t file
+        uint64_t offset
+
+    # Arrays of UM_PIECES_MAX_PARTS.
+    ctypedef struct um_pieces_pool:
+        uint32_t n_parts
+        size_t part_nbytes[8]
+        size_t part_offset[8]
+        size_t stride
+        void *base
+        uint32_t n_slots, max_slots
+
+    ctypedef enum um_pieces_policy:
+        UM_PIECES_FREQUENT, UM_PIECES_RECENT, UM_PIECES_CYCLE, UM_PIECES_POLICY_COUNT
+
+    ctypedef enum um_pieces_io:
+        UM_PIECES_IO_AUTO, UM_PIECES_IO_RING, UM_PIECES_IO_THREADS, UM_PIECES_IO_COUNT
+
+    ctypedef struct um_pieces_spec:
+        const int *fds
+        uint32_t n_files
+        um_pieces_pool *pools
+        uint32_t n_pools, n_pieces
+        const uint32_t *pool_of
+        const um_pieces_range *ranges
+        um_pieces_policy policy
+        um_pieces_io io
+        uint32_t n_reads
+
+    ctypedef struct um_pieces:
+        pass
+
+    ctypedef struct um_pieces_holder:
+        pass
+
+    ctypedef struct um_pieces_stat:
+        uint64_t hits, misses, prefetched, prefetch_hits, evicted, failed, n_reads, read_bytes
+        uint64_t waited_ns, resident, resident_bytes
+
+    um_status um_pieces_layout(um_pieces_spec *spec, um_error *err)
+    um_status um_pieces_create(um_pieces **out, const um_pieces_spec *spec, um_error *err)
+    void um_pieces_destroy(um_pieces *pieces)
+    um_status um_pieces_holder_create(um_pieces_holder **out, um_pieces *pieces, um_error *err)
+    void um_pieces_holder_destroy(um_pieces_holder *holder)
+    um_status um_pieces_ensure(um_pieces *pieces, um_pieces_holder *holder, const int32_t *ids,
+                               size_t n, int32_t *slots, um_error *err)
+    void um_pieces_release(um_pieces *pieces, um_pieces_holder *holder)
+    um_status um_pieces_prefetch(um_pieces *pieces, const int32_t *ids, size_t n, um_error *err)
+    um_status um_pieces_resize(um_pieces *pieces, uint32_t pool, uint32_t n_slots, um_error *err)
+    int32_t um_pieces_slot(um_pieces *pieces, int32_t id)
+    void um_pieces_stat_read(um_pieces *pieces, um_pieces_stat *out)
+    bint um_pieces_has_ring(const um_pieces *pieces)
+    bint um_pieces_is_direct(um_pieces *pieces, uint32_t file)
 
 cdef extern from "unimem.h":
     void um_kv_set_mover(um_kv *kv, um_kv_mover *mover, void *context)

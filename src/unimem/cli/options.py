@@ -130,6 +130,14 @@ LoadMode = Annotated[
         "gains by it, and maps others if that satisfies --pages and --numa."
     ),
 ]
+WeightsBudget = Annotated[
+    str | None,
+    value_option(
+        "SIZE",
+        "The most memory that streamed weights take, as 8G or 50%; with it, a model is streamed. "
+        "[default: what there is room for]",
+    ),
+]
 PageSize = Annotated[
     Pages, typer.Option(help="Pages of the KV cache, scratch memory, and a model that is read.")
 ]

@@ -20,6 +20,7 @@ from unimem.cli.options import (
     NumaOfModel,
     PageSize,
     Threads,
+    WeightsBudget,
     Window,
     check_numa,
     path_or_url,
@@ -35,6 +36,7 @@ __all__ = ["plan"]
 
 _EXITS: dict[Verdict, int] = {
     "fits": OK,
+    "streams": OK,
     "reads from disk": READS_FROM_DISK,
     "at least": AT_LEAST,
     "does not fit": DOES_NOT_FIT,
@@ -96,6 +98,7 @@ def plan(
         ),
     ] = None,
     load: LoadMode = "auto",
+    weights_budget: WeightsBudget = None,
     device: Annotated[
         str | None,
         value_option(
@@ -156,6 +159,7 @@ def plan(
             threads=threads,
             sessions=sessions,
             load=load,
+            weights_budget=weights_budget,
             device=device,
             engine=engine,
             slots=slots,
@@ -170,7 +174,7 @@ def plan(
     shown = str(path) if isinstance(path, Path) else None
     text = made.to_json() if as_json else "\n".join(plan_lines(terminal.surface(), made, shown))
     terminal.show(text + "\n")
-    if made.verdict != "fits":
+    if _EXITS[made.verdict] != OK:
         raise typer.Exit(_EXITS[made.verdict])
 
 
@@ -180,8 +184,9 @@ def _usage() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if re.match("(window|slots|engine|draft|mmproj and draft|device)[:=]", str(error)):
-            raise typer.BadParameter(f"--{error}") from None
+        if re.match("(window|slots|engine|draft|mmproj and draft|device|weights_budget)[:=]", str(error)):
+            text = str(error).replace("weights_budget", "weights-budget", 1)
+            raise typer.BadParameter(f"--{text}") from None
         raise
 
 

@@ -62,8 +62,10 @@ def advise(plan: Plan, replan: Replan, types: Mapping[str, int]) -> tuple[Advice
 
 
 def _helps(plan: Plan, other: Plan) -> bool:
-    # If only the placement is unmet, less memory alone is no help.
-    if is_as_asked(other) or (plan.verdict != "fits" and saved_bytes(plan, other) > 0):
+    if is_as_asked(other) or (plan.verdict, other.verdict) == ("reads from disk", "streams"):
+        return True
+    # Less memory alone is no help for an unmet placement, or a weights' budget.
+    if plan.verdict not in ("fits", "streams") and saved_bytes(plan, other) > 0:
         return True
     return len([c for c in other.checks if not c.fits]) < len(
         [c for c in plan.checks if not c.fits]
@@ -73,7 +75,13 @@ def _helps(plan: Plan, other: Plan) -> bool:
 def _list_changes(plan: Plan, replan: Replan) -> Iterator[tuple[str, dict[str, Any]]]:
     """List single changes of options, those without a cost first."""
     failing = {check.name for check in plan.checks if not check.fits}
-    if plan.load != "map":
+    if plan.load == "stream" and plan.reading is not None:
+        whole = plan.reading.whole_bytes
+        text = f"a weights budget of {format_bytes(whole)}: then no token reads from the disk"
+        yield text, {"weights_budget": whole}
+    elif plan.engine == "unimem" and plan.spilled_bytes:
+        yield "stream the weights instead of mapping the file", {"load": "stream"}
+    if plan.load not in ("map", "stream"):
         done = (
             "as it is instead of repacking it" if plan.load == "repack" else "instead of copying it"
         )
@@ -151,7 +159,8 @@ def _combine(plan: Plan, replan: Replan, options: dict[str, Any]) -> list[Advice
 
 
 def _advise_files(plan: Plan, types: Mapping[str, int]) -> Iterator[Advice]:
-    if plan.load != "map" and "model" in plan.facts and "image" not in plan.facts:
+    is_copied = plan.load in ("copy", "direct", "repack")
+    if is_copied and "model" in plan.facts and "image" not in plan.facts:
         repack = " --repack" if plan.load == "repack" else ""
         yield Advice(
             f"for several processes, stage the file once ('unimem stage{repack} FILE'): each "
@@ -188,8 +197,16 @@ def _advise_limits(plan: Plan) -> Iterator[Advice]:
     if worst is not None:
         missing = worst.needed_bytes - worst.available_bytes
         yield Advice(f"{format_bytes(missing)} more in {worst.name}: {worst.remedy}", 0, {}, False)
-    elif plan.spilled_bytes:
+    elif missing := plan.spilled_bytes or _unslotted_bytes(plan):
         least = min((one for one in plan.checks if one.is_hard), key=lambda c: c.available_bytes)
         yield Advice(
-            f"{format_bytes(plan.spilled_bytes)} more in {least.name}: {least.remedy}", 0, {}, False
+            f"{format_bytes(missing)} more in {least.name}: {least.remedy}", 0, {}, False
         )
+
+
+def _unslotted_bytes(plan: Plan) -> int:
+    """Return the memory that is missing for having all of the streamed weights in it."""
+    if plan.reading is None or plan.weights_budget is None or plan.verdict != "streams":
+        return 0
+    spare = min(one.available_bytes - one.needed_bytes for one in plan.checks if one.is_hard)
+    return max(0, plan.reading.whole_bytes - plan.weights_budget - spare)

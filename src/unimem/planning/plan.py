@@ -34,10 +34,14 @@ from unimem.planning.repack_gain import NO_ROOM, NO_ROOM_TO_COPY
 from unimem.planning.result import Check, Plan, is_as_asked
 from unimem.planning.search import find_largest
 from unimem.planning.sources import DimsSource, FileSource, ModelSource, WeightsSource
+from unimem.planning.streaming import WHY_STREAMED, Reading, StreamedWeights
+from unimem.remote.client import is_url
 from unimem.system import limits, policy
+from unimem.system.disks import disk_of
 from unimem.system.machine import MachineFacts
 from unimem.system.placement import PlacementOptions
 from unimem.system.policy import NumaPolicy
+from unimem.system.sizes import parse_size
 from unimem.weights import loading
 from unimem.weights.loading import EngineLoad
 from unimem.weights.node_copies import is_mirrored, without_lone_mirror
@@ -60,6 +64,7 @@ def plan(
     window: int | None = None,
     threads: int | None = None,
     load: EngineLoad = "auto",
+    weights_budget: int | str | None = None,
     sessions: int = 1,
     device: str | None = None,
     engine: Engine | None = None,
@@ -94,6 +99,11 @@ def plan(
     load : {"auto", "map", "copy", "direct", "repack"}
         The load mode, as for `open_weights`; or repacking, which ``"auto"`` chooses for the engine
         if the model gains by it and everything fits. This machine's CPU decides which types gain.
+        ``"stream"`` reads experts or layers while tokens are computed, which ``"auto"`` chooses for
+        a GGUF file here that would not stay in memory.
+    weights_budget : int or str, optional
+        The most memory that the weights of a streamed model take: bytes, a size such as ``"8G"``,
+        or a share such as ``"50%"``; by default what there is room for. With it, ``"auto"`` streams.
     sessions : int, default 1
         Conversations at the same time: decoders over the same weights, each with its own KV cache,
         scratch and repacked tensors.
@@ -125,6 +135,8 @@ def plan(
     ------
     GGUFError, SafetensorsError, OSError
         The file or its server cannot be used.
+    CapacityError
+        The `weights_budget` is below the least that works.
     FormatError
         A URL leads to a page of HTML.
     TypeError, ValueError
@@ -162,6 +174,7 @@ def plan(
         window=window,
         threads=threads,
         load=load,
+        weights_budget=weights_budget,
         sessions=sessions,
         device=device,
         engine=engine,
@@ -213,6 +226,7 @@ class PlanOptions:
     window: int | None
     threads: int | None
     load: EngineLoad
+    weights_budget: int | str | None
     sessions: int
     device: int | None
     engine: Engine | None
@@ -225,6 +239,13 @@ class PlanOptions:
         given = _DEFAULTS | given
         loading.check_load(given["load"], for_engine=True)
         policy.check_options(given["placement"])
+        if (budget := given["weights_budget"]) is not None:
+            parse_size(budget, "weights_budget")
+            if given["load"] not in ("auto", "stream"):
+                raise ValueError(
+                    f"weights_budget={budget!r}: load={given['load']!r} streams nothing: leave out "
+                    "one of them, or take load='stream'"
+                )
         threads, window, ctx = given["threads"], given["window"], given["ctx"]
         device = given["device"]
         if device is not None:
@@ -244,6 +265,7 @@ class PlanOptions:
             None if window is None else _count("window", window, _MOST),
             None if threads is None else _count("threads", threads, 512),
             given["load"],
+            budget,
             _count("sessions", given["sessions"], MOST_SESSIONS),
             device,
             engine,
@@ -279,7 +301,7 @@ class PlanOptions:
 
 
 _DEFAULTS: dict[str, Any] = dict.fromkeys(
-    ("ctx", "window", "threads", "device", "engine", "slots")
+    ("ctx", "window", "threads", "weights_budget", "device", "engine", "slots")
 ) | {"batch": 1, "placement": {}}
 _OWN_OPTIONS = {item.name for item in fields(PlanOptions)} - {"placement"}
 
@@ -338,14 +360,26 @@ class _Planner:
         options = replace(options, placement=placement)
         # Another machine's CPU is unknown, and llama.cpp has its own way.
         repacks = not self._is_elsewhere and options.engine == "unimem"
-        choice = self._source.mode(options.load, placement, budget, repacks=repacks)
+        load = options.load if options.weights_budget is None else "stream"
+        choice = self._source.mode(load, placement, budget, repacks=repacks)
         made = self._make_as(options, choice.mode, choice.reason)
         if made.verdict != "fits" and choice.is_wish:
             no_room = NO_ROOM if choice.mode == "repack" else NO_ROOM_TO_COPY
             made = self._make_as(options, "map", f"{loading.WHY_MAPPED}; {no_room}")
+        if load == "auto" and made.verdict == "reads from disk" and options.engine == "unimem":
+            made = self._stream_instead(options, made)
         if asked is placement:
             return made
         return replace(made, numa=asked["numa"], facts=made.facts | {"numa": loading.ONE_COPY})
+
+    def _stream_instead(self, options: PlanOptions, mapped: Plan) -> Plan:
+        """Plan to stream a model that does not stay in memory, if that can be done."""
+        try:
+            self._source.mode("stream", options.placement, Budget(self._machine))
+        except ValueError:
+            return mapped
+        made = self._make_as(options, "stream", WHY_STREAMED)
+        return made if made.verdict == "streams" else mapped
 
     def _make_as(self, options: PlanOptions, mode: Mode, reason: str) -> Plan:
         storage = Storage.from_options(options.placement)
@@ -353,6 +387,7 @@ class _Planner:
         beside = self._beside
         budget = Budget(self._machine)
         fixed = self._source.weights(mode, storage, budget, options.sessions)
+        n_weights = len(fixed)
         if self._is_elsewhere:
             fixed = [replace(need, taken_bytes=0) for need in fixed]
         if options.engine == "unimem" and self._source.shape.dims is not None:
@@ -379,6 +414,14 @@ class _Planner:
         if options.window is not None and ctx is not None and options.window > ctx:
             raise ValueError(f"window: expected at most the context, {ctx}, got {options.window}")
         found = needs(ctx or 1)
+        streamed = self._source.streamed if mode == "stream" else None
+        if streamed is not None and not streamed.is_open:
+            rest = sum(need.room_bytes - need.taken_bytes for need in found[n_weights:])
+            streamed.divide(options.weights_budget, self._machine.memory, rest)
+            budget = Budget(self._machine)
+            fixed[:n_weights] = self._source.weights(mode, storage, budget, options.sessions)
+            found = needs(ctx or 1)
+        spilled = self._spilled(found)
         checks = self._checks(found, storage)
         return self._new_plan(
             options,
@@ -394,11 +437,25 @@ class _Planner:
             load_reason=reason,
             max_ctx=max_ctx,
             required_bytes=sum(need.nbytes - need.file_bytes for need in found),
-            spilled_bytes=self._spilled(found),
+            spilled_bytes=spilled,
+            weights_budget=None if streamed is None else streamed.division.nbytes,
+            reading=self._reading(streamed, spilled),
             unread_bytes=sum(need.unread_bytes for need in found),
             scratch_bytes=session.scratch_bytes(ctx or 1),
             history_bytes=session.history_bytes(ctx) if ctx is not None else 0,
         )
+
+    def _reading(self, streamed: StreamedWeights | None, spilled_bytes: int) -> Reading | None:
+        """Return what a token reads from the disk, if that is known, and may be anything."""
+        if streamed is None and not spilled_bytes:
+            return None
+        path = self._facts.get("model")
+        disk = None if self._is_elsewhere or path is None or is_url(path) else disk_of(path)
+        if streamed is not None:
+            return streamed.reading().on(disk)
+        found = self._source.pieces(Budget(self._machine))
+        ahead = 0 if disk is None else disk.read_ahead_bytes or 0
+        return None if found is None else found.mapped_reading(spilled_bytes, ahead).on(disk)
 
     def _session(self, options: PlanOptions, storage: Storage) -> Session | LlamaSession:
         assert options.threads is not None  # since `plan`

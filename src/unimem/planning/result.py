@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import PurePath
+from shlex import quote
 from typing import Any, Literal
 
 from unimem.accounting.report_html import colors_of
@@ -28,15 +29,17 @@ from unimem.kv.layer_specs import Layer, LayerKV, LayerState
 from unimem.models.families import KeptLayer, KeptState, in_words
 from unimem.planning.llama_cpp import Engine
 from unimem.planning.needs import Mode
+from unimem.planning.streaming import Reading
 from unimem.system.placement import Pages
 
 __all__ = ["Advice", "Check", "Plan", "Verdict", "find_worst_check", "is_as_asked", "plan_lines"]
 
-Verdict = Literal["fits", "reads from disk", "at least", "does not fit"]
+Verdict = Literal["fits", "streams", "reads from disk", "at least", "does not fit"]
 """The verdict of a plan."""
 
 FITS: Mapping[Verdict, bool | None] = {
     "fits": True,
+    "streams": True,
     "reads from disk": True,
     "at least": None,
     "does not fit": False,
@@ -130,10 +133,14 @@ class Plan:
         Tokens that attention sees; None for all.
     threads, sessions : int
         Threads that compute; decoders over the same weights.
-    load : {"map", "copy", "direct", "repack"}
+    load : {"map", "copy", "direct", "repack", "stream"}
         The load mode.
     load_reason : str
         Why.
+    weights_budget : int or None
+        The most memory that streamed weights take: what stays, and the slots.
+    reading : Reading or None
+        What a token reads from the disk, of streamed weights or of a mapped GGUF file that spills.
     pages, numa : str, str or None
         The requested pages and NUMA policy.
     max_ctx : int or None
@@ -194,6 +201,8 @@ class Plan:
     engine: Engine = "unimem"
     slots: str | None = None
     is_counted: bool = True
+    weights_budget: int | None = None
+    reading: Reading | None = None
 
     def __getitem__(self, category: str) -> Row:
         """Return the row of a category: of main memory, else of the first device that has one.
@@ -220,7 +229,8 @@ class Plan:
         """The verdict.
 
         ``"fits"``: everything stays in memory; at limits that are not hard, memory may be placed
-        otherwise than requested. ``"reads from disk"``: it runs, and each token reads
+        otherwise than requested. ``"streams"``: it runs, and each token reads the experts or layers
+        that have no room among its `weights_budget`. ``"reads from disk"``: it runs, and each token reads
         `spilled_bytes` of the mapped file again. ``"at least"``: the rows have room, but what its
         layers keep is not known, or not all of it. ``"does not fit"``: it is refused.
         """
@@ -228,6 +238,8 @@ class Plan:
             return "does not fit"
         if not self.is_counted:
             return "at least"
+        if self.load == "stream" and self.reading is not None and self.reading.token_bytes:
+            return "streams"
         return "reads from disk" if self.spilled_bytes else "fits"
 
     def require_fits(self, *, strict: bool = True, taken_bytes: int = 0) -> None:
@@ -303,8 +315,9 @@ class Plan:
             **{
                 item.name: getattr(self, item.name)
                 for item in fields(self)
-                if item.name not in ("rows", "checks", "advice", "layers")
+                if item.name not in ("rows", "checks", "advice", "layers", "reading")
             },
+            "reading": None if self.reading is None else self.reading.to_dict(),
             "unknown": list(self.unknown),
             "rows": [
                 {"category": row.category, "nbytes": row.nbytes, "device": row.device}
@@ -333,8 +346,9 @@ def find_worst_check(plan: Plan, *, strict: bool = True) -> Check | None:
 
 
 def is_as_asked(plan: Plan) -> bool:
-    """Whether every limit has room, even those that are not hard, and nothing spills."""
-    return all(check.fits for check in plan.checks) and not plan.spilled_bytes
+    """Whether every limit has room, even those that are not hard, and no token reads the disk."""
+    is_there = not plan.spilled_bytes and plan.verdict != "streams"
+    return is_there and all(check.fits for check in plan.checks)
 
 
 # ---- what people read ---------------------------------------------------------------------------
@@ -362,6 +376,11 @@ def plan_lines(surface: Surface, plan: Plan, path: str | None = None) -> Iterato
             "every token reads them from the disk again.",
             surface.width,
         )
+    if plan.reading is not None and plan.reading.token_bytes:
+        yield ""
+        yield from wrap(_reading(plan.reading), surface.width)
+        if plan.reading.tokens_per_second is None and "model" in plan.facts:
+            yield " " * _INDENT + f"unimem doctor --disk {quote(escape(plan.facts['model']))}"
     missed = [check.name for check in plan.checks if not (check.fits or check.is_hard)]
     if missed:
         yield ""
@@ -379,6 +398,28 @@ def plan_lines(surface: Surface, plan: Plan, path: str | None = None) -> Iterato
     if note := plan.facts.get("ggml"):
         yield ""
         yield from fact_lines(surface, [("ggml", note)])
+
+
+def _reading(reading: Reading) -> str:
+    """Write what a token reads, and how long that takes."""
+    used, read = format_bytes(reading.used_bytes), format_bytes(reading.token_bytes)
+    where = escape(reading.disk or "the disk")
+    text = f"Each token uses {used} of the weights, and is expected to read {read} from {where}"
+    times = reading.read_seconds, reading.compute_seconds
+    if times[0] is None or times[1] is None:
+        return f"{text}, whose speed is not known. This measures it:"
+    rate = format_bytes(reading.bytes_per_second or 0)
+    return (
+        f"{text}: {times[0] * 1e3:.1f} ms at {rate}/s, as measured on {reading.measured}, beside "
+        f"{times[1] * 1e3:.1f} ms for reading its weights in memory."
+    )
+
+
+def _per_second(plan: Plan) -> str:
+    """Write the expected rate of tokens; "" if it is unknown. A mapped file is not faster."""
+    rate = None if plan.reading is None else plan.reading.tokens_per_second
+    most = "at most " * (plan.verdict == "reads from disk")
+    return "" if rate is None else f", {most}{rate:.3g} tokens/s"
 
 
 def _facts(plan: Plan, path: str) -> dict[str, str]:
@@ -509,7 +550,11 @@ def _verdict(surface: Surface, plan: Plan) -> str:
         return start + shorten(name, max(8, surface.width - len(start) - len(end))) + end
     if plan.spilled_bytes:
         again = format_bytes(plan.spilled_bytes)
-        return f"Reads from disk: {again} with every token. {_largest(plan)}"
+        return f"Reads from disk: {again} with every token{_per_second(plan)}. {_largest(plan)}"
+    if plan.verdict == "streams" and plan.reading is not None:
+        there = sum(row.nbytes for row in plan.rows if row.category.startswith("weights"))
+        weights = _of(there, plan.reading.whole_bytes)
+        return f"Streams: {weights} of weights in RAM{_per_second(plan)}. {_largest(plan)}"
     fits = [_of(plan.total_bytes - plan.unread_bytes, plan.available_bytes)]
     fits += ["compute buffers not counted"] if plan.engine == "llama.cpp" else []
     devices = {row.device for row in plan.rows}

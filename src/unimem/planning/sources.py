@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -13,6 +14,7 @@ from unimem.models import shapes
 from unimem.planning.gpu_bytes import bytes_needed
 from unimem.planning.needs import Budget, Mode, Need, Storage
 from unimem.planning.repack_gain import RepackedPart, find_gain, reason_of
+from unimem.planning.streaming import StreamedWeights
 from unimem.system import policy
 from unimem.system.policy import lock_refusal
 from unimem.weights import loading
@@ -67,11 +69,19 @@ class ModelSource(Protocol):
 
     shape: Shape
     facts: dict[str, Any]
+    streamed: StreamedWeights | None
+    """The pieces and the budget of the last `mode` that was "stream"."""
 
     def mode(
         self, load: EngineLoad, placement: PlacementOptions, budget: Budget, *, repacks: bool = True
     ) -> ModeChoice:
-        """Return the load mode to plan for; `repacks` lets "auto" repack."""
+        """Return the load mode to plan for; `repacks` lets "auto" repack.
+
+        ValueError is raised for a model that cannot be loaded so.
+        """
+
+    def pieces(self, budget: Budget) -> StreamedWeights | None:
+        """Return the pieces that the model could be streamed by; None without any."""
 
     def weights(self, mode: Mode, storage: Storage, budget: Budget, sessions: int) -> list[Need]:
         """List the needs of the weights of `sessions` decoders."""
@@ -104,6 +114,8 @@ class _Unevictable(NamedTuple):
 class DimsSource:
     """Estimated weights of a dense model. For one thread."""
 
+    streamed: StreamedWeights | None = None
+
     def __init__(self, dims: ModelDims) -> None:
         self.shape = shapes.from_dims(dims, None, (_ESTIMATED,))
         self.facts: dict[str, Any] = {"format": "dimensions"}
@@ -126,9 +138,9 @@ class DimsSource:
         repacks: bool = True,
     ) -> ModeChoice:
         """Return the load mode to plan for."""
-        if load == "repack":
+        if load in ("repack", "stream"):
             raise ValueError(
-                "load='repack': expected a model file, whose tensors have types and shapes, got "
+                f"load='{load}': expected a model file, whose tensors have types and shapes, got "
                 "dimensions"
             )
         if load == "auto":
@@ -142,6 +154,9 @@ class DimsSource:
         if mode == "map":
             return [_file_need(types, _whole_pages(total), storage, budget)]
         return storage.weights(total, _PADDING, budget, types)
+
+    def pieces(self, _budget: Budget) -> None:
+        """Return None: dimensions have no tensors."""
 
     def origin(self, _storage: Storage) -> None:
         """Return None: dimensions have no images."""
@@ -162,7 +177,16 @@ class _HeaderSource:
         self._contents = contents
         self._held: _Unevictable | None = None
         self._repacked: RepackedPart | None = None
+        self.streamed: StreamedWeights | None = None
         self.shape, self.facts = _describe(contents, files, index)
+
+    def pieces(self, budget: Budget) -> StreamedWeights | None:
+        """Return the pieces that the model could be streamed by; None without any."""
+        model = ModelFiles()
+        model.files.extend(part.file for part in self._contents._parts)
+        with suppress(ValueError):
+            return StreamedWeights.of_files(self._contents, model, {}, budget)
+        return None
 
     def by_type(self) -> dict[str, int]:
         """Return the bytes of all tensors of each type."""
@@ -203,6 +227,9 @@ class FileSource(_HeaderSource):
         """Return the load mode to plan for; `repacks` lets "auto" repack."""
         contents = self._contents
         known = None if self._repacked is None else self._repacked.found
+        if load == "stream":
+            self.streamed = self._stream(placement, budget)
+            return ModeChoice("stream", _ASKED)
         self._is_fetched = load == "repack" and isinstance(self._model, RemoteFiles)
         if load == "repack":
             found = known or arrange(contents)
@@ -219,6 +246,17 @@ class FileSource(_HeaderSource):
                     why += f"; {choice.exposed}, so what stays mapped is locked"
                 return ModeChoice("repack", why, is_wish=True)
         return ModeChoice(choice.mode, choice.reason, is_wish=bool(choice.exposed))
+
+    def _stream(self, placement: PlacementOptions, budget: Budget) -> StreamedWeights:
+        path = self._model.files[0].path
+        if isinstance(self._model, RemoteFiles):
+            raise ValueError(
+                f"load='stream' of {path}: a file on a server is not read for each token: "
+                "'unimem stage' brings it here"
+            )
+        if is_mirrored(placement) or any(file.in_memory for file in self._model.files):
+            raise ValueError(f"load='stream' of {path}: expected files on a disk, and one copy")
+        return StreamedWeights.of_files(self._contents, self._model, placement, budget)
 
     def _may_gain(self, choice: LoadChoice, placement: PlacementOptions, budget: Budget) -> bool:
         """Whether "auto" may repack it, also by the limit on locked memory."""
@@ -241,6 +279,8 @@ class FileSource(_HeaderSource):
         """List the needs of the weights of `sessions` decoders."""
         headers = _headers_need(self._model.files)
         repacked = self._repacked if mode == "repack" else None
+        if mode == "stream" and self.streamed is not None:
+            return [*self.streamed.needs(storage, budget), headers]
         if mode in ("copy", "direct") or self._is_fetched:
             nbytes = loading.copy_bytes(self._model)
             types = _weight_rows(self.by_type())
@@ -296,6 +336,7 @@ class WeightsSource(_HeaderSource):
                 is_read = weights.load == "map"
                 self._repacked = RepackedPart(found, look(weights, found), is_read=is_read)
             return ModeChoice("repack", self._repacked.reason(_ASKED))
+        self.streamed = StreamedWeights.of_weights(weights)
         if load not in ("auto", weights.load):
             raise ValueError(f"load={load!r}: the weights are opened already ({weights.load!r})")
         return ModeChoice(weights.load, weights.load_reason)
@@ -310,7 +351,8 @@ class WeightsSource(_HeaderSource):
             found = _mapping_need(weights, self._held, storage, budget, repacked)
         else:
             n_copies = max(1, len(weights.copies))
-            types = {kind: n_copies * n for kind, n in _weight_rows(weights.by_type()).items()}
+            kinds = weights._types_in_memory()
+            types = {kind: n_copies * n for kind, n in _weight_rows(kinds).items()}
             nbytes = weights.mapped_bytes
             on_tape = weights._tape is not None
             in_pool = not on_tape and weights.blocks[0].granted.pages in policy.HUGETLB

@@ -6,6 +6,7 @@ Limits come from `unimem.system.limits`; this module reads everything else, and
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections import Counter
@@ -17,6 +18,8 @@ from unimem.base.kernel_files import parse_kib, parse_list
 from unimem.system import limits
 from unimem.system.cgroups import cgroups_above
 from unimem.system.cpu_features import cpu_features
+from unimem.system.disk_speed import measure_speed, remember
+from unimem.system.disks import Disk, disk_of, find_disks
 from unimem.system.machine import (
     Capabilities,
     Cpu,
@@ -63,6 +66,8 @@ class Machine(MachineFacts):
         Nodes.
     capabilities : Capabilities
         Rights of this process.
+    disks : tuple of Disk
+        Disks with file systems.
     findings : tuple of Finding
         What to change, the greatest effect first, optional changes last.
     """
@@ -75,13 +80,26 @@ class Machine(MachineFacts):
         return render(self)
 
 
-def doctor() -> Machine:
+def doctor(*, disk: str | os.PathLike[str] | None = None) -> Machine:
     """Describe this machine and this process's share of it. Nothing is changed.
+
+    Parameters
+    ----------
+    disk : path-like, optional
+        A model, or a folder, whose disk is measured: a large file there is read past the page
+        cache, at most 2 GiB and for about 2 seconds; without one of 128 MiB, a temporary file of
+        256 MiB is written and removed. The speed is remembered for `plan`. By default no data is
+        read or written.
 
     Returns
     -------
     Machine
         Its ``str()`` names what to change, with commands.
+
+    Raises
+    ------
+    OSError
+        `disk` cannot be read or written, is in memory, or has no direct reads.
 
     Examples
     --------
@@ -106,10 +124,29 @@ def doctor() -> Machine:
             _cpuset_path({node.id for node in nodes.values() if not node.allowed}),
         ),
         capabilities=_capabilities(status),
+        disks=find_disks() if disk is None else _with_measured(disk),
     )
     from unimem.system.findings import judge
 
     return replace(machine, findings=judge(machine))
+
+
+def _with_measured(path: str | os.PathLike[str]) -> tuple[Disk, ...]:
+    """Measure a disk and remember its speed; return all disks."""
+    os.stat(path)  # a missing path lies on no disk
+    found = disk_of(path)
+    if found is None:
+        text = "It is in memory, or on no disk that this process sees"
+        raise OSError(errno.EINVAL, text, os.fspath(path))
+    measured = replace(found, speed=measure_speed(path))
+    assert measured.speed is not None
+    remember(found.name, measured.speed)
+    others = find_disks()
+    if all(one.name != found.name for one in others):
+        return (*others, measured)
+    return tuple(
+        replace(one, speed=measured.speed) if one.name == found.name else one for one in others
+    )
 
 
 def _kernel() -> Kernel:

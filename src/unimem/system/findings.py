@@ -17,6 +17,7 @@ _GIB = 1 << 30
 _EXAMPLE_BYTES = 16 * _GIB  # the size of an example model
 _ENOUGH_MAPS = 65530  # the kernel's default
 _QUIET_SWAPPINESS = 10
+_LARGE_READ_AHEAD = 1 << 20  # about a matrix of an expert
 _LARGE_BYTES = 64 << 30  # below, a pool of 1 GiB pages costs more room than it gains
 
 # Linux versions and their new features; the last column says whether one needs several nodes.
@@ -185,6 +186,19 @@ def _numa(machine: MachineFacts) -> Iterator[Finding]:
         )
 
 
+def _read_ahead(machine: MachineFacts) -> Iterator[Finding]:
+    for disk in machine.disks:
+        if (disk.read_ahead_bytes or 0) > _LARGE_READ_AHEAD:
+            yield Finding(
+                f"{disk.name} reads {format_bytes(disk.read_ahead_bytes or 0)} ahead",
+                "Each page fault in a mapped file may bring that much. For a model larger than "
+                "memory, that is many times what a token needs, and drops what the next one needs.",
+                f"echo 128 > {disk.read_ahead_path}",
+                "a fault brings 128 KiB, in files that are opened from then on; weights that are "
+                "streamed (load='stream') do not depend on it",
+            )
+
+
 def _swap(machine: MachineFacts) -> Iterator[Finding]:
     memory = machine.memory
     if memory.swap_total_bytes and (memory.swappiness or 0) > _QUIET_SWAPPINESS:
@@ -328,6 +342,7 @@ _RULES = (
     _cpuset,
     _mbind,
     _numa,
+    _read_ahead,
     _swap,
     _hugetlb_cgroups,
     _memlock,

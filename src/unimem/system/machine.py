@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+from unimem.system.disks import Disk
 from unimem.system.limits import CpuQuota, HugePool, Limit, Node
 
 __all__ = [
@@ -251,6 +252,7 @@ class MachineFacts:
     pools: Mapping[str, HugePool]
     numa: Numa
     capabilities: Capabilities
+    disks: tuple[Disk, ...] = ()
     findings: tuple[Finding, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from unimem.base.text import (
     text_width,
     wrap,
 )
+from unimem.system.disks import Disk
 from unimem.system.limits import Limit
 from unimem.system.machine import Finding, MachineFacts
 
@@ -92,6 +93,7 @@ def _facts(machine: MachineFacts) -> Iterator[tuple[str, str]]:
             f"{format_count(len(numa.nodes), 'node')}; automatic balancing {balancing}; "
             f"vm.zone_reclaim_mode {_or_none(numa.zone_reclaim_mode)}"
         ],
+        **({"disks": list(map(_disk, machine.disks))} if machine.disks else {}),
     }
     for name, texts in facts.items():
         yield from zip((name, *[""] * (len(texts) - 1)), texts, strict=True)
@@ -118,6 +120,16 @@ def _pools(machine: MachineFacts) -> Iterator[str]:
     for name, pool in machine.pools.items():
         more = f", {pool.surplus_most} more on demand" if pool.surplus_most else ""
         yield f"{name}: {format_count(pool.total, 'page')}, {pool.free} free{more}"
+
+
+def _disk(disk: Disk) -> str:
+    facts = []
+    if disk.read_ahead_bytes is not None:
+        facts.append(f"read-ahead {format_bytes(disk.read_ahead_bytes)}")
+    if disk.speed is not None:
+        rate = format_bytes(disk.speed.bytes_per_second)
+        facts.append(f"direct reads {rate}/s ({disk.speed.measured})")
+    return f"{disk.name}: {', '.join(facts)}"
 
 
 def _cpu(machine: MachineFacts) -> Iterator[str]:

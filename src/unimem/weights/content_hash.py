@@ -22,7 +22,7 @@ import os
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -33,9 +33,9 @@ from unimem._core import guard
 from unimem.base.arguments import check_callable, integer
 from unimem.base.threads import run_in_threads
 from unimem.system import limits
-from unimem.weights.files import check_version
-from unimem.weights.loading import Progress
-from unimem.weights.tensors import Contents, Tensor
+from unimem.weights.files import FileRange, check_version, open_model
+from unimem.weights.loading import LoadRequest, Progress, load_model
+from unimem.weights.tensors import Contents, ModelPart, Tensor
 
 __all__ = ["Hashed", "content_hash", "hash_in_threads"]
 
@@ -56,6 +56,9 @@ def content_hash(
     """Hash the metadata and all data of a model: see `Weights.content_hash`."""
     n_threads = limits.thread_count() if threads is None else integer(threads, "threads", 1)
     check_callable(progress)
+    if contents._stream is not None:  # it is not in memory as a whole
+        with _map_again(contents) as whole:
+            return content_hash(whole, mapped=True, threads=threads, progress=progress)
     _check_versions(contents, mapped)
     tensors = sorted(contents.tensors.values(), key=lambda tensor: tensor.name.encode())
     data = [Hashed(*chunk) for tensor in tensors for chunk in _chunks(tensor, mapped)]
@@ -74,6 +77,19 @@ def content_hash(
     if progress is not None:
         progress(nbytes, nbytes)
     return total.hexdigest()
+
+
+@contextmanager
+def _map_again(contents: Contents) -> Iterator[Contents]:
+    """Map the files of a model, unless they were written to."""
+    first = contents._parts[0].file
+    place = FileRange(first.begin, first.nbytes) if first.begin else None
+    for part in contents._parts:
+        check_version(part.file, os.stat(part.file.absolute_path))
+    with ExitStack() as undo:
+        model = undo.enter_context(open_model(first.absolute_path, place))
+        loaded = load_model(model, LoadRequest("map"), undo)
+        yield Contents(tuple(map(ModelPart, model.files, loaded.memory)))
 
 
 def _check_versions(contents: Contents, mapped: bool) -> None:

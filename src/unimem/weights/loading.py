@@ -27,6 +27,7 @@ from unimem.remote.arrivals import Arrivals
 from unimem.system import limits, policy
 from unimem.system.placement import PlacementOptions
 from unimem.system.pressure import Pressure, memory_pressure, why_exposed
+from unimem.system.sizes import parse_size
 from unimem.weights.files import FileRange, ModelFile, ModelFiles
 from unimem.weights.node_copies import (
     choose_copies,
@@ -36,9 +37,12 @@ from unimem.weights.node_copies import (
     without_lone_mirror,
 )
 from unimem.weights.remote_files import RemoteFiles, is_url
+from unimem.weights.stream.stream import Stream
 
 __all__ = [
+    "ALIGN",
     "EngineLoad",
+    "FileSlot",
     "Lifetime",
     "Load",
     "LoadChoice",
@@ -55,6 +59,7 @@ __all__ = [
     "copy_bytes",
     "load_model",
     "read_direct",
+    "read_model",
     "rows_of_block",
     "take_room",
     "unloaded_memory",
@@ -62,7 +67,7 @@ __all__ = [
     "why_model_exposed",
 ]
 
-Load = Literal["auto", "map", "copy", "direct"]
+Load = Literal["auto", "map", "copy", "direct", "stream"]
 EngineLoad = Literal["auto", "map", "copy", "direct", "repack"]
 """The load modes of the engine: those of `Load`, or in ggml's order (`um.repack`)."""
 
@@ -77,7 +82,7 @@ _NETWORK = re.compile(
     r"nfs\d?|cifs|smb3?|smbfs|9p|virtiofs|vboxsf|ceph|lustre|gpfs|glusterfs|orangefs|pvfs2|afs|"
     r"coda|beegfs|fuse(\..+)?"
 )
-_ALIGN = 4096  # of files and memory, as reads past the page cache need it
+ALIGN = 4096  # of files and memory, as reads past the page cache need it
 WHY_MAPPED = "a mapping shares the page cache, and reads nothing twice"
 ONE_COPY = "the machine has one node, so numa='mirror' is one copy"
 MOSTLY = 0.5  # a file with this part in the page cache is read through it
@@ -138,6 +143,7 @@ class LoadRequest:
     verify: bool = True
     placement: PlacementOptions = field(default_factory=PlacementOptions)
     part: FileRange | None = None
+    budget: int | str | None = None
     # Why a plan maps a model that would be copied, since its mapped pages may be reclaimed.
     why_mapped: str = ""
 
@@ -147,6 +153,15 @@ class LoadRequest:
             self.part.check()
         check_load(self.load)
         check_tape(self.tape, self.placement)
+        if self.budget is not None:
+            parse_size(self.budget, "budget")
+        if self.load == "stream":
+            self._check_streamed()
+        elif self.budget is not None:
+            raise ValueError(
+                f"budget={self.budget!r} is for load='stream', and load={self.load!r} has all "
+                "weights in memory, or mapped: leave out one"
+            )
         if self.tape is not None and self.load == "map":
             raise ValueError("load='map' maps the file, and takes nothing of a tape: leave out one")
         if self.threads is not None:
@@ -157,9 +172,22 @@ class LoadRequest:
             return
         one_of(self.advice, "advice", get_args(AccessPattern))
         # It is meant for a mapping, whatever `auto` chooses.
-        if self.load in ("copy", "direct"):
+        if self.load in ("copy", "direct", "stream"):
             raise ValueError(
                 f"advice={self.advice!r} is for mapped files, and load={self.load!r} reads them"
+            )
+
+    def _check_streamed(self) -> None:
+        """Refuse options that streamed weights cannot have."""
+        if self.tape is not None:
+            raise ValueError(
+                "tape: load='stream' makes memory of its own, whose size may change: leave out "
+                "the tape, and give a budget"
+            )
+        if is_mirrored(self.placement):
+            raise ValueError(
+                f"numa={self.placement['numa']!r}: load='stream' has one pool of slots, and no "
+                "copies on nodes: numa='interleave' uses the memory of all nodes"
             )
 
 
@@ -171,7 +199,7 @@ class LoadChoice:
     room for the copy beside everything else, the model is mapped after all.
     """
 
-    mode: Literal["map", "copy", "direct"]
+    mode: Literal["map", "copy", "direct", "stream"]
     reason: str
     warning: str = ""
     exposed: str = ""
@@ -188,6 +216,9 @@ class Loaded:
     mapped_bytes: int  # bytes of the blocks, or those taken from a tape
     # For a mirrored model, the `memory` of the copy on each node.
     copies: Mapping[int, tuple[LoadMemory, ...]] = field(default_factory=dict)
+    # For a streamed model, its pieces, and the ranges of each file that stay.
+    stream: Stream | None = None
+    kept: tuple[tuple[LoadMemory, ...], ...] = ()
 
 
 class RoomFacts(policy.Facts, Protocol):
@@ -230,7 +261,7 @@ def load_model(model: ModelFiles, request: LoadRequest, undo: ExitStack) -> Load
                 f"load='map' of {model.path}: a file on a server cannot be mapped: load='direct' "
                 "reads it into memory"
             )
-        return _read(model, request, LoadChoice("direct", "it is read from a server"), undo)
+        return read_model(model, request, LoadChoice("direct", "it is read from a server"), undo)
     choice = choose(model, request.load, request.tape, request.placement)
     if model.files[0].memory is not None and choice.mode == "direct":
         if request.load == "direct":
@@ -247,10 +278,10 @@ def load_model(model: ModelFiles, request: LoadRequest, undo: ExitStack) -> Load
     if choice.mode == "map":
         return _map(model, choice, undo, request.advice)
     try:
-        return _read(model, request, choice, undo)
+        return read_model(model, request, choice, undo)
     except NoDirectReadsError:
         undo.close()
-    return _read(model, request, _choose_buffered(model, request, choice), undo)
+    return read_model(model, request, _choose_buffered(model, request, choice), undo)
 
 
 def way_of(path: object, load: EngineLoad) -> EngineLoad:
@@ -441,28 +472,36 @@ def _check_mapping_placement(model: ModelFiles, placement: PlacementOptions) -> 
         _raise_or_warn(text, placement)
 
 
-class _Slot(NamedTuple):
+class FileSlot(NamedTuple):
     """The range of a file to read, and its place among all of the data."""
 
     file_offset: int
     nbytes: int
     at: int
+    file: int
 
 
-def _layout_of(model: ModelFiles) -> tuple[list[_Slot], int]:
+def _layout_of(model: ModelFiles) -> tuple[list[FileSlot], int]:
     """Lay out the files' data one after the other; return the slots and their total size."""
     slots = []
     end = 0
-    for file in model.files:
-        first = file.header.data_offset // _ALIGN * _ALIGN
+    for i, file in enumerate(model.files):
+        first = file.header.data_offset // ALIGN * ALIGN
         nbytes = max(0, file.header.data_end - first)
-        slots.append(_Slot(first, nbytes, end))
-        end += -(-nbytes // _ALIGN) * _ALIGN
-    return slots, max(end, _ALIGN)
+        slots.append(FileSlot(first, nbytes, end, i))
+        end += -(-nbytes // ALIGN) * ALIGN
+    return slots, max(end, ALIGN)
 
 
-def _read(model: ModelFiles, request: LoadRequest, choice: LoadChoice, undo: ExitStack) -> Loaded:
-    slots, nbytes = _layout_of(model)
+def read_model(
+    model: ModelFiles,
+    request: LoadRequest,
+    choice: LoadChoice,
+    undo: ExitStack,
+    layout: tuple[list[FileSlot], int] | None = None,
+) -> Loaded:
+    """Read the data of a model into memory, or the slots of `layout`, as in `load_model`."""
+    slots, nbytes = layout or _layout_of(model)
     tape, path = request.tape, model.files[0].path
 
     def fill(block: Block, base: int = 0) -> None:
@@ -477,13 +516,20 @@ def _read(model: ModelFiles, request: LoadRequest, choice: LoadChoice, undo: Exi
                 request.progress(slot.nbytes, slot.nbytes)
         else:
             parts = [
-                (fd, slot.file_offset, block, base + slot.at, slot.nbytes, file.path)
-                for file, fd, slot in zip(model.files, model.fds, slots, strict=True)
+                (
+                    model.fds[slot.file],
+                    slot.file_offset,
+                    block,
+                    base + slot.at,
+                    slot.nbytes,
+                    model.files[slot.file].path,
+                )
+                for slot in slots
             ]
             read = read_direct if choice.mode == "direct" else read_parts
             read(parts, threads=request.threads, progress=request.progress)
         if tape is None:  # warm the rest of the last page, too
-            end = max(slot.at + slot.nbytes for slot in slots)
+            end = max((slot.at + slot.nbytes for slot in slots), default=0)
             block._warm_range(end, block.nbytes - end)
         model.check_versions()
 
@@ -506,7 +552,7 @@ def _read(model: ModelFiles, request: LoadRequest, choice: LoadChoice, undo: Exi
 
 
 def _fetch(
-    model: RemoteFiles, request: LoadRequest, slots: list[_Slot], block: Block, base: int
+    model: RemoteFiles, request: LoadRequest, slots: list[FileSlot], block: Block, base: int
 ) -> None:
     """Read the data of files on a server; a tape remembers the pieces until all have arrived."""
     tape = request.tape
@@ -539,7 +585,7 @@ def rows_of_block(
 
 
 def _memory_of(
-    slots: Iterable[_Slot], block: Block, base: int, lifetime: Lifetime
+    slots: Iterable[FileSlot], block: Block, base: int, lifetime: Lifetime
 ) -> tuple[LoadMemory, ...]:
     return tuple(
         LoadMemory(block, slot.file_offset, base + slot.at, slot.nbytes, lifetime) for slot in slots
@@ -579,7 +625,7 @@ def take_room(tape: Tape, nbytes: int, lifetime: Lifetime, undo: ExitStack) -> i
     mark = tape.mark()
     # Block and tape begin at a page. If another thread takes from the tape meanwhile, the offset
     # differs from this one, and the space stays allocated.
-    base = -(-mark // _ALIGN) * _ALIGN
+    base = -(-mark // ALIGN) * ALIGN
 
     def give_back() -> None:
         lifetime.end("were not loaded")
@@ -587,7 +633,7 @@ def take_room(tape: Tape, nbytes: int, lifetime: Lifetime, undo: ExitStack) -> i
             tape.rewind(mark)
 
     undo.callback(give_back)
-    lifetime.taken = tape.take_bytes(nbytes, align=_ALIGN)
+    lifetime.taken = tape.take_bytes(nbytes, align=ALIGN)
     at = int(lifetime.taken.ctypes.data) - tape.block.address
     tape._tell(lifetime, at + nbytes)
     return at
@@ -618,14 +664,14 @@ def read_direct(
         try:
             # Opened by their descriptors: other files may have their paths by now. Python's file
             # objects are closed even if an interrupt comes before they are kept.
-            files = [
-                opened.enter_context(
-                    open(f"/proc/self/fd/{part[0]}", "rb", buffering=0, opener=direct)
+            files = {
+                fd: opened.enter_context(
+                    open(f"/proc/self/fd/{fd}", "rb", buffering=0, opener=direct)
                 )
-                for part in parts
-            ]
+                for fd in dict.fromkeys(part[0] for part in parts)
+            }
             read_parts(
-                [(file.fileno(), *part[1:]) for file, part in zip(files, parts, strict=True)],
+                [(files[part[0]].fileno(), *part[1:]) for part in parts],
                 threads=threads,
                 direct=True,
                 progress=None if progress is None else tell,

@@ -14,6 +14,7 @@ from unimem._core.tape import DeviceTape, Tape
 from unimem.base.arguments import integer
 from unimem.base.text import format_ranges
 from unimem.errors import CapacityError, ClosedError, PlacementError
+from unimem.remote.client import is_url, shown
 from unimem.system import limits, policy
 from unimem.system.placement import Lock, Placement, PlacementOptions, sum_placements
 from unimem.weights import residency
@@ -31,7 +32,9 @@ from unimem.weights.loading import (
 from unimem.weights.node_copies import find_nearest, is_mirrored
 from unimem.weights.remote_files import open_files
 from unimem.weights.residency import Residency
-from unimem.weights.tensors import Contents, ModelPart, Tensor
+from unimem.weights.stream.stream import Stream
+from unimem.weights.streamed import load_streamed
+from unimem.weights.tensors import Contents, ModelPart, StreamedTensor, Tensor
 
 __all__ = [
     "Weights",
@@ -96,7 +99,8 @@ class Weights(Contents):
     """
 
     def __init__(self, files: list[ModelFile], loaded: Loaded, tape: Tape | None) -> None:
-        super().__init__(tuple(map(ModelPart, files, loaded.memory)))
+        kept = loaded.kept or ((),) * len(files)
+        super().__init__(tuple(map(ModelPart, files, loaded.memory, kept)), loaded.stream)
         self._loaded: Loaded | None = loaded
         self._choice = loaded.choice
         self._tape = tape
@@ -113,11 +117,22 @@ class Weights(Contents):
             self._nearest = find_nearest(nodes, self._copies)
             self._node_of = {cpu: n for n, node in nodes.items() for cpu in node.cpus}
         n = max(1, len(self._copies))
-        sizes = {f"weights:{kind}": n * nbytes for kind, nbytes in self.by_type().items()}
+        sizes = {f"weights:{kind}": n * nbytes for kind, nbytes in self._types_in_memory().items()}
+        sizes.pop("weights:slots", None)  # the stream enters them
         padding = loaded.mapped_bytes - sum(sizes.values())
         self._is_lent = loaded.choice.mode == "map" and files[0].memory is not None
         if not self._is_lent:
             ledger.enter(self, sizes | {"weights:padding": padding})
+
+    def _types_in_memory(self) -> dict[str, int]:
+        """Return the bytes of the tensors in memory by type, and those of the slots of others."""
+        if self._stream is None:
+            return self.by_type()
+        types: dict[str, int] = {}
+        for tensor in self._tensors.values():
+            if not isinstance(tensor, StreamedTensor):
+                types[tensor.type] = types.get(tensor.type, 0) + tensor.nbytes
+        return types | {"slots": self._stream.slot_bytes}
 
     def _ledger_is_open(self) -> bool:
         return not self.closed
@@ -129,10 +144,22 @@ class Weights(Contents):
         if not self._ledger:  # slow for a model of very many tensors
             try:
                 every = [copy._parts for copy in self._copies.values()] or [self._parts]
-                self._ledger = tuple(_parts_of(every, loaded, self._tape))
+                if self._stream is None:
+                    self._ledger = tuple(_parts_of(every, loaded, self._tape))
+                else:
+                    self._ledger = tuple(self._kept_parts(loaded))
             except ClosedError:  # another thread has just closed it
                 return ()
         return self._ledger
+
+    def _kept_parts(self, loaded: Loaded) -> Iterator[ledger.Part]:
+        """Yield what the memory is for that is no slot; `Stream` has the parts of the slots."""
+        block = loaded.blocks[0]
+        yield ledger.Part("weights:padding", block.address, block.committed_bytes)
+        for tensor in self._tensors.values():
+            if not isinstance(tensor, StreamedTensor) and tensor.nbytes:
+                n = tensor.nbytes
+                yield ledger.Part(f"weights:{tensor.type}", tensor.address, n, n, n)
 
     def _opened(self) -> Loaded:
         if self._loaded is not None:
@@ -192,7 +219,24 @@ class Weights(Contents):
         return self._copies[self._nearest.get(first if node is None else node, first)]
 
     @property
-    def load(self) -> Literal["map", "copy", "direct"]:
+    def stream(self) -> Stream:
+        """The budget and the figures of a streamed model.
+
+        Raises
+        ------
+        ValueError
+            The weights were opened without ``load="stream"``.
+        """
+        self._opened()
+        if self._stream is None:
+            raise ValueError(
+                f"Weights '{self.files[0]}' are not streamed (load='{self.load}'): open them with "
+                "load='stream'"
+            )
+        return self._stream
+
+    @property
+    def load(self) -> Literal["map", "copy", "direct", "stream"]:
         """The load mode that was used."""
         return self._choice.mode
 
@@ -211,8 +255,12 @@ class Weights(Contents):
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes of `blocks`, or the bytes taken from a tape, with headers and padding."""
-        return self._opened().mapped_bytes
+        """Bytes of `blocks`, or the bytes taken from a tape, with headers and padding.
+
+        For a streamed model, of what stays and of the slots, whose number may change.
+        """
+        loaded = self._opened()
+        return loaded.mapped_bytes + (0 if self._stream is None else self._stream.slot_bytes)
 
     def content_hash(self, *, threads: int | None = None, progress: Progress | None = None) -> str:
         """Hash the metadata and all data; a model and a split of it have the same hash.
@@ -282,10 +330,17 @@ class Weights(Contents):
 
         Raises
         ------
+        ValueError
+            The model is streamed: what is in memory changes, and `stream` counts it.
         OSError
             The kernel does not tell.
         """
         self._opened()
+        if self._stream is not None:
+            raise ValueError(
+                f"Weights '{self.files[0]}' are streamed, and what is in memory changes: "
+                "stream.resident_bytes counts it, and verify() says where it is"
+            )
         return residency.measure_residency(self)
 
     def warm(self, threads: int | None = None, progress: Progress | None = None) -> None:
@@ -487,9 +542,14 @@ class Weights(Contents):
             return
         if self._tape is None:
             self._check_unused()
+            self._end_stream()
             for block in self._loaded.blocks:
                 block.close()
         self._end()
+
+    def _end_stream(self) -> None:
+        if self._stream is not None:
+            self._stream._close()
 
     def _end(self) -> None:
         assert self._loaded is not None  # or it was closed already
@@ -512,6 +572,7 @@ class Weights(Contents):
         if self._loaded is None:
             return
         if self._tape is None:
+            self._end_stream()
             for block in self._loaded.blocks:
                 block.__exit__(*raised)
         self._end()
@@ -540,7 +601,7 @@ def _parts_of(
         if tape is not None:  # one range holds all files
             first, nbytes = first + loaded.memory[0].block_offset, loaded.mapped_bytes
         yield ledger.Part("weights:padding", first, nbytes)
-    for file, memory in (part for parts in copies for part in parts):
+    for file, memory, _ in (part for parts in copies for part in parts):
         first = memory.block.address + memory.block_offset - memory.file_offset
         for offset, nbytes, kind in file.header.runs():
             yield ledger.Part(f"weights:{kind}", first + offset, nbytes, nbytes, nbytes)
@@ -557,6 +618,7 @@ def open_weights(
     threads: int | None = None,
     advice: AccessPattern | None = None,
     verify: bool = True,
+    budget: int | str | None = None,
     **placement: Unpack[PlacementOptions],
 ) -> Weights:
     """Open a model: read and check the headers of its files, and bring their data into memory.
@@ -576,14 +638,16 @@ def open_weights(
         For a file inside another one, such as an archive: its first byte and its size, by default
         all and the rest. Offsets of tensors and of errors count from the first byte of the whole.
         Views are aligned if `offset` is a multiple of the file's alignment.
-    load : {"auto", "map", "copy", "direct"}
+    load : {"auto", "map", "copy", "direct", "stream"}
         ``"map"`` maps the files: nothing is read now, and their pages are the page cache's.
         ``"copy"`` reads them into a block, through the page cache, in several pinned threads.
         ``"direct"`` reads past the page cache (O_DIRECT), which stays as it was. ``"auto"`` maps,
         unless a placement that no mapping can have, a tape, a network file system, or a shortage of
         memory (a cgroup with little room, pressure on the machine) is a reason to read: then
         through the page cache if most of the model is there, else past it. `Weights.load` and
-        `Weights.load_reason` say what was done.
+        `Weights.load_reason` say what was done. ``"stream"`` is for GGUF models larger than memory:
+        what every token needs is read now and stays, and routed experts (in a model without any,
+        whole blocks) are `StreamedTensor`, read past the page cache when they are asked for.
     progress : callable, optional
         Called with the bytes that are read and all bytes, in this thread, at most 20 times a
         second, and once at the end. If it raises, as after an interrupt, the load stops: nothing
@@ -598,6 +662,10 @@ def open_weights(
         How mapped files will be read first; by default the kernel reads ahead as it sees fit.
     verify : bool
         For a URL: compare the data with the hash that the server reports, if it reports one.
+    budget : int or str, optional
+        For ``load="stream"``: the most memory of the weights, what stays and the slots, in bytes,
+        as ``"8G"``, or as ``"50%"`` of the least limit on the memory of this process. By default
+        what there is room for; an eighth of that stays free. `Weights.stream` changes it.
     **placement
         See `PlacementOptions`. For a mapping, `lock` and `warm` apply; for memory of its own all
         do, and it is always warm. ``numa="mirror"`` reads the model once and copies it to each
@@ -620,7 +688,8 @@ def open_weights(
     ImportError
         A URL needs the extra ``remote``.
     CapacityError, PlacementError, MemoryError
-        It does not fit, or not with the requested placement; nothing was taken.
+        It does not fit, or not with the requested placement, or the budget is below the least that
+        works, which the message names; nothing was taken.
     TapeFull, FrozenError, ClosedError
         The tape has no room, or is frozen, or was cleared or closed meanwhile.
     TypeError, ValueError
@@ -634,16 +703,22 @@ def open_weights(
             embedding = w.tensors["token_embd.weight"].as_array()
     """
     part = FileRange(offset, nbytes)
-    request = LoadRequest(load, progress, tape, threads, advice, verify, placement, part)
+    request = LoadRequest(load, progress, tape, threads, advice, verify, placement, part, budget)
     return open_planned(path, request)
 
 
 def open_planned(path: Source, request: LoadRequest) -> Weights:
     """Open a model as `open_weights`, and map it if a plan does: see `LoadRequest.why_mapped`."""
     request.check()
+    if request.load == "stream" and is_url(path):
+        raise ValueError(
+            f"load='stream' of {shown(path)}: pieces are read again and again, from a local disk: "
+            "copy the model there first; um.stage keeps one from a server in memory, if it fits"
+        )
     with ExitStack() as undo:
         with open_files(path, part=request.part) as model:
-            loaded = load_model(model, request, undo)
+            load = load_streamed if request.load == "stream" else load_model
+            loaded = load(model, request, undo)
             weights = Weights(model.files, loaded, request.tape)
         if weights.load == "map":
             _warm_and_lock(weights, request)

@@ -18,8 +18,10 @@ from unimem._core.dlpack import exported
 from unimem.weights.files import Header, ModelFile, ModelFiles, Value
 from unimem.weights.gguf import tensor_type
 from unimem.weights.loading import LoadMemory, unloaded_memory
+from unimem.weights.stream.piece_table import Place
+from unimem.weights.stream.stream import Stream
 
-__all__ = ["Contents", "ModelPart", "Tensor", "headers_of"]
+__all__ = ["Contents", "ModelPart", "StreamedTensor", "Tensor", "headers_of"]
 
 _T = TypeVar("_T")
 # The dtypes that NumPy or ml_dtypes has, by the type's name; other types are blocks of bytes.
@@ -35,10 +37,21 @@ _DTYPES = dict(
 
 
 class ModelPart(NamedTuple):
-    """One file of a model, and the place of its data."""
+    """One file of a model, and the place of its data.
+
+    For a streamed model, `kept` are the ranges of the file that stay in memory, by their offsets.
+    """
 
     file: ModelFile
     memory: LoadMemory
+    kept: tuple[LoadMemory, ...] = ()
+
+    def memory_at(self, offset: int) -> LoadMemory:
+        """Return the place of the data at an offset of the file."""
+        if not self.kept:
+            return self.memory
+        i = bisect_right(self.kept, offset, key=lambda one: one.file_offset)
+        return self.kept[max(i - 1, 0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +206,111 @@ class Tensor:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class StreamedTensor(Tensor):
+    """A tensor of a streamed model whose pieces are in memory only when they are asked for.
+
+    A piece is one routed expert with all of its tensors: `ensure` of one of them brings all. In a
+    model without experts, a piece is a whole block, and `n_pieces` is 1. The facts are those of the
+    whole tensor in the file, which is nowhere in memory: `as_array` and `address` raise ValueError.
+    Any number of threads may use it.
+    """
+
+    _stream: Stream = field(repr=False, compare=False)
+    _place: Place = field(repr=False, compare=False)
+
+    @property
+    def n_pieces(self) -> int:
+        """The number of pieces, such as experts of this block."""
+        return self._place.n
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of one piece: of all tensors that come with it."""
+        return self._stream._table.kinds[self._place.kind].piece_bytes
+
+    @property
+    def pool(self) -> NDArray[Any]:
+        """View the slots, without a copy.
+
+        Returns
+        -------
+        numpy.ndarray
+            Read-only, with a slot for each first index: behind it the dtype and the shape of one
+            piece as in `Tensor.as_array`. What a slot holds changes with each `ensure`. It shows
+            the slots of now: take it anew after `Stream.resize`, which live views keep from making
+            the pool smaller.
+
+        Raises
+        ------
+        ClosedError
+            The weights were closed.
+        """
+        self._memory.lifetime.check()
+        dtype, shape = self._array_layout()
+        return self._stream._view(self._place, dtype, shape[1:] if self._is_expert else shape)
+
+    @property
+    def _is_expert(self) -> bool:
+        return self._stream._table.has_experts
+
+    def ensure(self, ids: Any) -> NDArray[np.int32]:
+        """Bring pieces into memory, and say in which slots they are.
+
+        What is missing is read from the disk at once, past the page cache; this returns when all
+        are there. They stay until the same thread's next `ensure` of any tensor of the model.
+
+        Parameters
+        ----------
+        ids : array-like of int
+            Numbers of pieces, of any shape; they may repeat.
+
+        Returns
+        -------
+        numpy.ndarray
+            int32 of the same shape: the slots in `pool`, the same for all tensors of the piece.
+
+        Raises
+        ------
+        CapacityError
+            More pieces at once than there are slots.
+        OSError
+            A file cannot be read, became shorter, or was written to.
+        TypeError, ValueError
+            They are not integers, or there is no such piece.
+        ClosedError
+            The weights were closed.
+        """
+        self._memory.lifetime.check()
+        return self._stream._ensure(self._place, ids, self.name)
+
+    def prefetch(self, ids: Any) -> None:
+        """Begin to read pieces that will be asked for; `ensure` waits for the rest.
+
+        Parameters
+        ----------
+        ids : array-like of int
+            As for `ensure`. Pieces for which there is no free or old slot are left out.
+        """
+        self._memory.lifetime.check()
+        self._stream._prefetch(self._place, ids, self.name)
+
+    @property
+    def address(self) -> int:
+        """Not known: raise ValueError."""
+        raise self._nowhere()
+
+    def as_array(self) -> NDArray[Any]:
+        """Raise ValueError: the tensor is not in memory as a whole."""
+        raise self._nowhere()
+
+    def _nowhere(self) -> ValueError:
+        return ValueError(
+            f"tensor '{self.name}' is streamed, and not in memory as a whole: `pool` has its "
+            "pieces, in the slots that ensure(ids) returns"
+        )
+
+
 class _Decoded(Mapping[str, _T]):
     """A mapping whose values are decoded on each access, from their indices by name."""
 
@@ -228,8 +346,8 @@ class _Metadata(_Decoded[Value]):
 
 
 class _Tensors(_Decoded[Tensor]):
-    def __init__(self, parts: tuple[ModelPart, ...]) -> None:
-        self._parts = parts
+    def __init__(self, parts: tuple[ModelPart, ...], stream: Stream | None) -> None:
+        self._parts, self._stream = parts, stream
         # Names map to numbers that count through all parts; rows are looked up on demand.
         self._firsts: list[int] = []
         places: dict[str, int] = {}
@@ -245,17 +363,21 @@ class _Tensors(_Decoded[Tensor]):
         i = bisect_right(self._firsts, place) - 1
         part = self._parts[i]
         ne, kind, number, offset, nbytes = part.file.header.tensor(place - self._firsts[i])
-        return Tensor(name, ne[::-1], ne, kind, number, nbytes, offset, part.file.path, part.memory)
+        facts = name, ne[::-1], ne, kind, number, nbytes, offset, part.file.path
+        streamed = None if self._stream is None else self._stream._table.places.get(name)
+        if self._stream is None or streamed is None:
+            return Tensor(*facts, part.memory_at(offset))
+        return StreamedTensor(*facts, part.memory, self._stream, streamed)
 
 
-class Contents:
-    """The metadata and tensors of a model. Any number of threads may read it."""
+class Contents(Mapping[str, Tensor]):
+    """The metadata and tensors of a model, by name. Any number of threads may read it."""
 
-    def __init__(self, parts: tuple[ModelPart, ...]) -> None:
-        self._parts = parts
+    def __init__(self, parts: tuple[ModelPart, ...], stream: Stream | None = None) -> None:
+        self._parts, self._stream = parts, stream
         # The first part of a split model has the metadata of all.
         self._metadata = _Metadata(parts[0].file.header)
-        self._tensors = _Tensors(parts)
+        self._tensors = _Tensors(parts, stream)
         self._types: dict[str, int] = {}
         for part in parts:
             for kind, nbytes in part.file.header.bytes_by_type().items():
@@ -263,6 +385,25 @@ class Contents:
 
     def _check_open(self) -> None:
         """Raise ClosedError if it was closed."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    # A model is equal to itself alone, and true even without tensors.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def __bool__(self) -> bool:
+        return True
 
     @property
     def files(self) -> tuple[str, ...]:

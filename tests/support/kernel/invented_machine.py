@@ -40,6 +40,7 @@ class Invented:
         self.thread_count = 4
         self.nodes = {i: node(i) for i in range(2)}
         self.pools = {"2m": pool(2 << 20, 100), "1g": pool(1 << 30, 0)}
+        monkeypatch.setenv("UNIMEM_CACHE", str(root / "cache"))
         monkeypatch.setattr(kernel_files, "read_text", self.read)
         monkeypatch.setattr(kernel_files, "list_names", self.names)
         monkeypatch.setattr(limits, "memory_limits", self.memory_limits)
@@ -102,7 +103,11 @@ FILES = {
     "/proc/self/cgroup": "0::/a/b",
     "/proc/self/mountinfo": "30 1 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
     "31 1 0:27 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu,cpuacct\n"
-    "32 1 0:28 / /sys/fs/cgroup/cpuset rw - cgroup cgroup rw,cpuset",
+    "32 1 0:28 / /sys/fs/cgroup/cpuset rw - cgroup cgroup rw,cpuset\n"
+    "33 1 254:1 / / rw,relatime shared:1 - ext4 /dev/vda1 rw",
+    "/sys/dev/block/254:1/uevent": "MAJOR=254\nDEVNAME=vda1\nDEVTYPE=partition",
+    "/sys/dev/block/uevent": "MAJOR=254\nDEVNAME=vda\nDEVTYPE=disk",  # of vda1/..
+    "/sys/block/vda/queue/read_ahead_kb": "128",
     **{"/proc/sys/kernel/numa_balancing": "0", "/proc/sys/vm/zone_reclaim_mode": "0"},
     **{"/proc/sys/vm/swappiness": "60", "/proc/sys/vm/max_map_count": "65530"},
     **{f"{THP}/hpage_pmd_size": "2097152", f"{THP}/khugepaged/defrag": "1"},
@@ -183,6 +188,7 @@ PATHS = {
     "release": "/proc/sys/kernel/osrelease",
     "own": "/proc/self/cgroup",
     "mounts": "/proc/self/mounts",
+    **{"mountinfo": "/proc/self/mountinfo", "read_ahead": "/sys/block/vda/queue/read_ahead_kb"},
     "meminfo": "/proc/meminfo",
     "balancing": "/proc/sys/kernel/numa_balancing",
     "zone_reclaim": "/proc/sys/vm/zone_reclaim_mode",

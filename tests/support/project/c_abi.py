@@ -16,7 +16,7 @@ from pathlib import Path
 from support.project.building import run, tool
 from support.project.checkout import ROOT
 
-HEADERS = ("unimem.h", "unimem_kv.h", "unimem_formats.h")
+HEADERS = ("unimem.h", "unimem_kv.h", "unimem_formats.h", "unimem_pieces.h")
 RECORDS = ROOT / "native" / "abi"
 
 
@@ -65,7 +65,7 @@ def describe(folder: Path) -> list[str]:
     lines = [f"function {declared}" for _, declared in sorted(functions_of(headers))]
     callbacks = re.findall(r"^typedef \w+ um_\w+\([^;]*\);", headers, re.M)
     lines += ["callback " + re.sub(r"\s+", " ", text) for text in sorted(callbacks)]
-    program = ["#include <stdio.h>", "#include <stddef.h>", "#include <unimem_formats.h>"]
+    program = ["#include <stdio.h>", "#include <stddef.h>", *(f"#include <{h}>" for h in HEADERS)]
     program += ["int main(void) {"]
     for name, fields in sorted(structs_of(headers).items()):
         program.append(f'printf("struct {name}, %zu bytes:", sizeof({name}));')
