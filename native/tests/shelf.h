@@ -6,7 +6,7 @@
 #include "unimem_pieces.h"
 
 enum { N_FILES = 2, N_POOLS = 2, N_SMALL = 40, N_LARGE = 5, N_PIECES = N_SMALL + N_LARGE };
-enum { LARGE_NBYTES = (2 << 20) + 12345 }; /* several reads */
+enum { LARGE_NBYTES = (1 << 20) + 12345 }; /* several reads */
 
 typedef struct shelf {
     int fds[N_FILES];
@@ -97,14 +97,12 @@ static inline void clear_shelf(shelf *s) {
 }
 #define AUTO_SHELF __attribute__((cleanup(clear_shelf))) shelf
 
-static inline shelf make_shelf(um_pieces_io io, um_pieces_policy policy, uint32_t n_small,
-                               uint32_t n_large) {
-    shelf s;
-    prepare_shelf(&s, false, n_small, n_large);
-    s.spec.io = io;
-    s.spec.policy = policy;
-    REQUIRE(CHECK_OK(um_pieces_create(&s.pieces, &s.spec, &test_err)));
-    return s;
+static inline void make_shelf(shelf *s, um_pieces_io io, um_pieces_policy policy, uint32_t n_small,
+                              uint32_t n_large) {
+    prepare_shelf(s, false, n_small, n_large);
+    s->spec.io = io;
+    s->spec.policy = policy;
+    REQUIRE(CHECK_OK(um_pieces_create(&s->pieces, &s->spec, &test_err)));
 }
 
 static inline um_pieces_holder *make_holder(const shelf *s) {
@@ -116,7 +114,7 @@ static inline um_pieces_holder *make_holder(const shelf *s) {
 static inline void clear_holder(um_pieces_holder **holder) {
     um_pieces_holder_destroy(*holder);
 }
-#define AUTO_HOLDER __attribute__((cleanup(clear_holder))) um_pieces_holder
+#define AUTO_HOLDER __attribute__((cleanup(clear_holder))) um_pieces_holder *
 
 static inline um_pieces_stat stat_of(const shelf *s) {
     um_pieces_stat stat;

@@ -49,7 +49,7 @@ from unimem.system.placement import Placement, PlacementOptions
 from unimem.weights.opened import Weights, open_weights
 from unimem.weights.repack.repack import repack
 from unimem.weights.repack.repacked import Repacked
-from unimem.weights.tensors import Tensor
+from unimem.weights.tensors import StreamedTensor, Tensor
 
 __all__ = [
     "Block",
@@ -90,6 +90,7 @@ __all__ = [
     "SnapshotError",
     "Stage",
     "Stat",
+    "StreamedTensor",
     "Tape",
     "TapeFull",
     "Tensor",

@@ -496,7 +496,7 @@ def _step_of(what: object) -> tuple[str, int, Callable[[], int]]:
     if isinstance(what, KVCache):
         return f"spare memory of cache '{what.name}'", _SPARE, what.give_back
     if isinstance(what, Weights):
-        if what.load == "stream":
+        if what.stream is not None:
             return f"slots of {what.files[0]}", _SLOTS, what.stream.give_back
         if what.load == "map":
             raise ValueError(

@@ -388,6 +388,7 @@ class Layout(Lifetimes[Tape]):
         window: int | None = None,
         threads: int | None = None,
         load: EngineLoad = "auto",
+        weights_budget: int | str | None = None,
         progress: Progress | None = None,
         **placement: Unpack[PlacementOptions],
     ) -> Layout:
@@ -443,8 +444,10 @@ class Layout(Lifetimes[Tape]):
         else:
             remote = is_url(path_or_weights)
             load = way_of(path_or_weights, load)
-            before = plan(path_or_weights, load=load, **options)
+            before = plan(path_or_weights, load=load, weights_budget=weights_budget, **options)
             before.require_fits(strict=strict)
+            if before.load == "stream":
+                load = "stream"
             repacks, mapped = before.load == "repack", placement.copy()
             if repacks and not remote:  # these options are for the repacked tensors
                 mapped.pop("pages", None)
@@ -457,13 +460,21 @@ class Layout(Lifetimes[Tape]):
                 if not repacks:
                     policy.warn(f"{before.facts['model']} is not repacked: {before.load_reason}")
             why_mapped = before.load_reason if before.load in ("map", "repack") else ""
-            request = LoadRequest(load, progress=progress, placement=mapped, why_mapped=why_mapped)
+            request = LoadRequest(
+                load,
+                progress=progress,
+                placement=mapped,
+                why_mapped=why_mapped,
+                budget=before.weights_budget,
+            )
             weights = open_planned(path_or_weights, request)
 
         try:
             if not given:  # the file may have changed
                 needed = plan(weights, load="repack" if repacks else "auto", **options)
-                reason = before.load_reason if repacks else needed.load_reason
+                reason = needed.load_reason
+                if repacks or load == "stream":
+                    reason = before.load_reason
                 needed = replace(needed, load_reason=reason)
             ModelDims.from_weights(weights)  # raises if the dimensions are not known
             needed.require_fits(strict=strict)

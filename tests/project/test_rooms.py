@@ -23,6 +23,7 @@ FLOORS = (
     {"base"},
     {"system", "remote", "models", "engine/text"},
     {"_core", "backends"},
+    {"weights/stream"},
     {"kv", "weights", "buffers"},
     {"kv/snapshot", "weights/repack"},
     {"kv/cache", "staging", "accounting"},

@@ -19,8 +19,15 @@ class Limits:
 
 @pytest.mark.parametrize(
     ("value", "nbytes"),
-    [(1, 1), ("8G", 8 << 30), ("1.5 MiB", 3 << 19), ("7", 7)]
-    + [("50%", 200), ("12.5 %", 50), (" 100% ", 400)],
+    [
+        (1, 1),
+        ("8G", 8 << 30),
+        ("1.5 MiB", 3 << 19),
+        ("7", 7),
+        ("50%", 200),
+        ("12.5 %", 50),
+        (" 100% ", 400),
+    ],
 )
 def test_sizes_and_shares_of_the_least_limit(value: Any, nbytes: int) -> None:
     assert parse_size(value, "budget", Limits()) == nbytes

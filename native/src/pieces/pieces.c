@@ -35,7 +35,7 @@ static const double HALF_LIFE = 4.0; /* a use counts half after so many uses, ti
 typedef struct source {
     int fd;
     int direct_fd; /* or -1 */
-    bool is_direct;
+    _Atomic bool is_direct;
 } source;
 
 /* A read under way. */
@@ -381,25 +381,25 @@ static void take_end(um_pieces *pieces, const um__read_end *end) {
     put(pieces, r);
 }
 
-/* Takes the reads that have ended, puts others, and moves parts, meanwhile without the lock. */
-static void go_on(um_pieces *pieces) {
+/* Takes the reads that have ended, and moves parts, meanwhile without the lock. */
+static void take_ends(um_pieces *pieces) {
     um__read_end end;
     if (pieces->n_under_way > 0 && !pieces->has_waiter) {
         while (um__reads_take(pieces->reads, &end)) {
             take_end(pieces, &end);
         }
     }
-    put_reads(pieces);
     while (pieces->moving.first != UM__NO_SLOT) {
-        um__slot *slot = &pieces->all.slots[pieces->moving.first];
-        um_pieces_pool layout = pieces->pools[slot->pool].layout;
-        uint32_t in_pool = pieces->moving.first - pieces->pools[slot->pool].first;
-        const um_pieces_range *range = NULL;
-        queue_remove(pieces, &pieces->moving, pieces->moving.first);
+        uint32_t number = pieces->moving.first;
+        um__slot *slot = &pieces->all.slots[number];
+        const um__pool *pool = &pieces->pools[slot->pool];
+        um_pieces_pool layout = pool->layout;
+        queue_remove(pieces, &pieces->moving, number);
         if (slot->piece != UM__NO_PIECE) {
-            range = &pieces->ranges[pieces->all.pieces[slot->piece].first_range];
+            uint64_t range = pieces->all.pieces[slot->piece].first_range;
+            char *at = (char *)layout.base + (number - pool->first) * layout.stride;
             um__lock_drop(&pieces->lock);
-            move_parts(&layout, (char *)layout.base + in_pool * layout.stride, range);
+            move_parts(&layout, at, &pieces->ranges[range]);
             um__lock_take(&pieces->lock);
         }
         set_ready(pieces, slot);
@@ -416,7 +416,8 @@ static int wait_for_change(um_pieces *pieces) {
         os_errno = um__reads_wait(pieces->reads);
         um__lock_take(&pieces->lock);
         pieces->has_waiter = false;
-        go_on(pieces);
+        take_ends(pieces);
+        put_reads(pieces);
         wake_sleepers(pieces); /* another one is to wait now */
     } else {
         uint32_t event = atomic_load(&pieces->event);
@@ -584,7 +585,6 @@ static um_status hold_all(um_pieces_holder *holder, const int32_t *ids, size_t n
     }
     if (is_missing) {
         settle(pieces);
-        put_reads(pieces);
     }
     return status;
 }
@@ -621,10 +621,9 @@ um_status um_pieces_ensure(um_pieces *pieces, um_pieces_holder *holder, const in
     }
     let_go(holder);
     pieces->all.now++;
-    if (pieces->n_under_way > 0) {
-        go_on(pieces);
-    }
+    take_ends(pieces);
     status = hold_all(holder, ids, n, err);
+    put_reads(pieces);
     if (status == UM_OK) {
         status = wait_for_held(holder, err);
     }
@@ -656,7 +655,7 @@ um_status um_pieces_prefetch(um_pieces *pieces, const int32_t *ids, size_t n, um
     FORKED_IF(is_forked(pieces), err);
     UM__TRY(check_ids(pieces, ids, n, err));
     um__lock_take(&pieces->lock);
-    go_on(pieces);
+    take_ends(pieces);
     const um__piece *known = pieces->all.pieces;
     uint64_t until = pieces->all.now + AWAITED_CALLS;
     for (size_t i = 0; i < n; i++) {
@@ -763,10 +762,7 @@ int um_pieces_has_ring(const um_pieces *pieces) {
 }
 
 int um_pieces_is_direct(um_pieces *pieces, uint32_t file) {
-    um__lock_take(&pieces->lock);
-    bool is_direct = pieces->files[file].is_direct;
-    um__lock_drop(&pieces->lock);
-    return is_direct;
+    return pieces->files[file].is_direct;
 }
 
 /* ---- beginning and end ---- */
@@ -855,8 +851,8 @@ static um_status open_files(um_pieces *pieces, const um_pieces_spec *spec, um_er
     for (; pieces->n_open < spec->n_files; pieces->n_open++) {
         source *file = &pieces->files[pieces->n_open];
         UM__TRY_OS(um__os_duplicate(spec->fds[pieces->n_open], &file->fd), err, 0, "fcntl");
+        file->direct_fd = -1;
         file->is_direct = um__os_open_direct(file->fd, &file->direct_fd) == 0;
-        file->direct_fd = file->is_direct ? file->direct_fd : -1;
     }
     return UM_OK;
 }

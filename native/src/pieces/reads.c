@@ -136,7 +136,7 @@ um_status um__reads_open(um__reads **out, um_pieces_io io, uint32_t n_reads, um_
         int os_errno = um__ring_open(&reads->ring, reads->n_reads);
         reads->has_ring = os_errno == 0;
         if (os_errno != 0 && io == UM_PIECES_IO_RING) {
-            status = um__fail_os(err, os_errno, 0, "io_uring");
+            status = um__fail_os(err, os_errno, 0, "io_uring_setup, mmap or madvise");
         }
     }
     if (status == UM_OK && !reads->has_ring) {

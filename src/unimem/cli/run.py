@@ -35,6 +35,7 @@ from unimem.cli.options import (
     PageSize,
     Rotate,
     Threads,
+    WeightsBudget,
     Window,
     check_numa,
     check_window,
@@ -73,7 +74,7 @@ DEFAULT_TOKENS = 256  # a whole story of the model in the package
 WARM_UP = 8
 
 _WIDTH = 80
-_LAYOUT_OPTIONS = "ctx kv_dtype window threads load pages numa".split()
+_LAYOUT_OPTIONS = "ctx kv_dtype window threads load weights_budget pages numa".split()
 
 Stop = Literal["length", "end", "interrupted"]
 _STOPS = {"length": "the limit", "end": "ended by the model", "interrupted": "interrupted"}
@@ -105,6 +106,7 @@ class Options:
     rotate: bool | None
     window: int | None
     load: EngineLoad
+    weights_budget: str | None
     pages: Pages
     numa: str | None
     governed: bool
@@ -231,6 +233,7 @@ def run(
         value_option("N", "Same seed, same text. [default: a new one each time]", min=0),
     ] = None,
     load: LoadMode = "auto",
+    weights_budget: WeightsBudget = None,
     pages: PageSize = "auto",
     numa: NumaOfModel = None,
     governed: Annotated[
@@ -252,6 +255,7 @@ def run(
         rotate=rotate,
         window=window,
         load=load,
+        weights_budget=weights_budget,
         pages=pages,
         numa=numa,
         governed=governed,
@@ -573,11 +577,23 @@ def _facts(decoder: Decoder, report: Report, talk: Talk, options: Options) -> di
         "session": ", ".join(session),
         "store": store,
         "load": f"{known['load']}: {known['load_reason']}",
+        "stream": "" if "stream" not in known else _streamed(known["stream"]),
         "model": f"{name}: {known['architecture']}, "
         f"{format_count(decoder.dims.num_layers, 'layer')}, KV {known['kv_dtype']}"
         f"{', rotated' * known['rotate']}, {format_count(decoder.threads, 'thread')}",
     }
     return {name: fact for name, fact in facts.items() if fact}
+
+
+def _streamed(stream: dict[str, int]) -> str:
+    """Say how often weights were there, and what reading the others cost."""
+    hits, asked = stream["hits"], stream["hits"] + stream["misses"]
+    share = f"{hits / asked:.1%}" if asked else "none"
+    return (
+        f"a budget of {format_bytes(stream['budget_bytes'])}; {share} of {asked:,} pieces were in "
+        f"memory, {format_bytes(stream['read_bytes'])} read, "
+        f"{stream['waited_ns'] / 1e9:.3g} s waited for them"
+    )
 
 
 def _notes(report: Report) -> dict[str, str]:
@@ -597,6 +613,7 @@ def _speed(n: int, seconds: float) -> str:
 
 
 _USED = ("ctx", "threads", "kv_dtype", "rotate", "window")
+_ASKED = ("load", "weights_budget", "pages", "numa", "chat")
 _PLANNED = "total_bytes available_bytes max_ctx model_ctx verdict spilled_bytes".split()
 
 
@@ -621,7 +638,7 @@ def _document(
         }
         | known,
         "options": {key: report.facts[key] for key in _USED}
-        | {key: getattr(options, key) for key in ("load", "pages", "numa", "chat")}
+        | {key: getattr(options, key) for key in _ASKED}
         | asdict(options.sampling),
         "plan": {key: getattr(plan, key) for key in _PLANNED}
         | {"rows": [{"category": row.category, "nbytes": row.nbytes} for row in plan.rows]},
@@ -649,6 +666,7 @@ def _document(
         "buffers": {"count": talk.n_buffers, "moved": list(talk.moved)},
         "ggml": ggml,
         "governor": _governor_fields(governor),
+        "stream": report.facts.get("stream"),
     }
 
 

@@ -22,6 +22,7 @@ from unimem.engine.memory_report import list_parts, make_report
 from unimem.engine.model_memory import DecoderOptions, ModelMemory
 from unimem.engine.sampling import Sampling
 from unimem.engine.stored_prefixes import Prefixes, model_name
+from unimem.engine.streamed import header_of
 from unimem.engine.thread_count import ThreadCount
 from unimem.engine.turns import Turn
 from unimem.errors import CacheFull, ClosedError, SnapshotError, TapeFull
@@ -79,10 +80,15 @@ class Decoder:
     layout : Layout, optional
         Where to take memory. It is borrowed, not closed, and taken memory stays taken. By default
         the decoder makes its own.
-    load : {"auto", "map", "copy", "direct", "repack"}
+    load : {"auto", "map", "copy", "direct", "stream", "repack"}
         How a file comes into memory, as for `open_weights`. ``"repack"``, also for opened weights,
         keeps tensors in ggml's faster order, as `unimem.repack`, placed like the layout's history;
-        ``"auto"`` does so if the model gains by it and all fits.
+        ``"auto"`` does so if the model gains by it and all fits. ``"stream"`` reads the experts of
+        a mixture, or the layers of another model, from the disk when tokens need them; ``"auto"``
+        does so if the model would not stay in memory.
+    weights_budget : int or str, optional
+        The most memory that a streamed model's weights take, as `budget` of `open_weights`; with
+        it, ``"auto"`` streams.
     numa : str, optional
         Where a file, the KV cache and scratch lie, as for `PlacementOptions`; not with a `layout`.
         Of mirrored weights (``"mirror"``) a decoder reads one copy: the one with the fewest readers
@@ -105,7 +111,8 @@ class Decoder:
     ValueError
         An option is out of range, or `load` is not how opened weights were loaded.
     CapacityError
-        The model does not fit into available memory; `TapeFull` if `layout` is too small.
+        The model does not fit into available memory, or its weights not into their budget;
+        `TapeFull` if `layout` is too small.
     ClosedError
         This is a forked child of a process that computed with several threads, and so does this.
 
@@ -141,6 +148,7 @@ class Decoder:
         threads: int | None = None,
         layout: Layout | None = None,
         load: EngineLoad = "auto",
+        weights_budget: int | str | None = None,
         numa: str | None = None,
         store: KVStore | None = None,
         progress: Progress | None = None,
@@ -149,7 +157,7 @@ class Decoder:
         self._turn = Turn()
         self._owns_layout = layout is None
         self.window = window
-        asked = DecoderOptions(ctx, kv_dtype, rotate, window, threads, layout, numa)
+        asked = DecoderOptions(ctx, kv_dtype, rotate, window, threads, layout, numa, weights_budget)
         self._memory = ModelMemory(path_or_weights, load, progress, asked)
         self.weights, needed = self._memory.weights, self._memory.plan
         own_layout = None
@@ -227,18 +235,14 @@ class Decoder:
         take, dims, model = self.layout.scratch.take_address, self.dims, self._model
         batch, history = self._batch, self._history
         history.fill_with_zeros()
-        tensors = {
-            name: (tensor.ggml_type, tensor.ne, tensor.address)
-            for name, tensor in self._memory.tensors.items()
-            if tensor.ggml_type is not None  # never None in a checked model
-        }
+        tensors = {name: header_of(tensor) for name, tensor in self._memory.tensors.items()}
         nbytes = Headers.bytes_needed(len(tensors), dims.num_layers)
         part = history.parts[0]  # all parts have the same types
         kinds = GGML_TYPES[part.dtype], GGML_TYPES[part.v_dtype]
         lanes, n_rows = history.lanes(), history.n_rows
         headers = Headers(model, tensors, lanes, n_rows, kinds, part.rotate, take(nbytes), nbytes)
         self._made.append(headers)
-        self._memory.adopt(headers)
+        self._memory.adopt(headers, batch)
         arrays = Arrays(
             tokens=take(4 * batch),
             positions=take(4 * batch),
@@ -270,7 +274,7 @@ class Decoder:
             graph.set_memory(arena, work, self.threads, self._threadpool)
         self._forward = ForwardPass(
             self._decode, self._prefill, history, arrays, self._logits, ids,
-            threads=self._count, turn=self._turn,
+            threads=self._count, turn=self._turn, reader=self._memory.pieces,
         )  # fmt: skip
 
     # ---- memory -------------------------------------------------------------------------------
@@ -624,6 +628,9 @@ class Decoder:
         CacheFull
             There is no room for all of them. Nothing was computed.
 
+        OSError
+            Streamed weights cannot be read, or their file was written to. Nothing was computed.
+
         Notes
         -----
         After an interrupt none of the tokens counts. A ring cannot go back: with a window, or if
@@ -662,6 +669,8 @@ class Decoder:
         RuntimeError
             There are no logits: nothing was prefilled, or `kv` was cleared, cropped or appended to
             since.
+        OSError
+            Streamed weights cannot be read. The token does not count; prefill it to go on.
         """
         return self._forward.next_token(temperature, top_k, top_p, seed)
 
@@ -753,6 +762,7 @@ class Decoder:
     def _take_in(self, tokens: NDArray[Any]) -> None:
         """Make checked tokens part of the conversation, from the store or by computing them."""
         with self._turn:
+            self._memory.check_files()
             begin = self.kv.seq_len
             n = 0
             try:

@@ -19,6 +19,7 @@ from libc.string cimport memcpy
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 from unimem._core cimport native as um
+from unimem.engine.pieces_op cimport PieceReader, Reading
 from unimem.engine.thread_count cimport ThreadCount
 from unimem.engine.turns cimport Turn
 from unimem.kv.cache.cache cimport KVCache
@@ -92,8 +93,19 @@ cdef int64_t now_ns() noexcept nogil:
     return t.tv_sec * <int64_t>1_000_000_000 + t.tv_nsec
 
 
-cdef c_bool is_over(void *deadline_ns) noexcept nogil:
-    return now_ns() > (<int64_t *>deadline_ns)[0]
+cdef struct Watch:  # on a graph that is being computed
+    int64_t deadline  # in ns, without waiting for weights; 0 for none
+    const Reading *reading  # NULL if all weights are in memory
+
+
+cdef c_bool is_over(void *data) noexcept nogil:
+    cdef Watch *watch = <Watch *>data
+    cdef int64_t waited = 0
+    if watch.reading != NULL:
+        if watch.reading.status != um.UM_OK:
+            return True
+        waited = watch.reading.waited_ns
+    return watch.deadline != 0 and now_ns() - waited > watch.deadline
 
 
 cdef void attend(Mask *mask, int64_t n_tokens, int64_t n_kv) noexcept nogil:
@@ -180,12 +192,15 @@ cdef class ForwardPass:
     cdef int32_t *_positions
     cdef int32_t *_last
     cdef Team *_team
+    cdef PieceReader _reader  # of streamed weights, or None
+    cdef Reading *_reading
     cdef int (*_argmax)(void *, cnp.npy_intp, cnp.npy_intp *, void *) noexcept nogil
     cdef bint _is_closed
 
     def __init__(self, decode: Graph, prefill: Graph, history: History, inputs: Arrays,
                  cnp.ndarray logits not None: NDArray[Any], cnp.ndarray ids not None: NDArray[Any],
-                 *, ThreadCount threads not None, Turn turn not None) -> None:
+                 *, ThreadCount threads not None, Turn turn not None,
+                 PieceReader reader: PieceReader | None = None) -> None:
         cdef OneKindCache cache
         cdef int i
         self._prefill_graph = prefill
@@ -199,7 +214,8 @@ cdef class ForwardPass:
             self._parts[i].shown_last = NO_ROW
         self._logits, self._ids = logits, ids
         self._ctx, self._batch = ids.shape[0], prefill.batch
-        self.threads, self._turn = threads, turn
+        self.threads, self._turn, self._reader = threads, turn, reader
+        self._reading = NULL if reader is None else &reader.reading
         self._tokens = <int32_t *><uintptr_t>inputs.tokens
         self._positions = <int32_t *><uintptr_t>inputs.positions
         self._last = <int32_t *><uintptr_t>inputs.last
@@ -354,6 +370,8 @@ cdef class ForwardPass:
             As `KVCache.reserve`.
         ClosedError
             It is closed, or this is a forked child, which has none of ggml's threads.
+        OSError
+            Streamed weights cannot be read; the next token may succeed.
         RuntimeError
             ggml reports a failure.
         """
@@ -423,16 +441,19 @@ cdef class ForwardPass:
 
     cdef int _compute_token(self, int32_t token, int64_t position) except -1:
         """Compute the token at a position, in the rows that `_reserve` noted."""
+        cdef bint again = True
         cdef int i, status
-        with nogil:
-            for i in range(self._n_parts):
-                self._show_token(&self._parts[i], &self._decode.masks[i])
-                self._parts[i].rows[0] = self._parts[i].row
-            self._tokens[0] = token
-            self._positions[0] = position
-            self._last[0] = 0
-            status = self._run_token()
-        return self._end(status)
+        while again:
+            with nogil:
+                for i in range(self._n_parts):
+                    self._show_token(&self._parts[i], &self._decode.masks[i])
+                    self._parts[i].rows[0] = self._parts[i].row
+                self._tokens[0] = token
+                self._positions[0] = position
+                self._last[0] = 0
+                status = self._run_token()
+            again = self._end(status, 1)
+        return 0
 
     cdef int _tell(self, uint64_t n_generated) except -1:
         """Count as `Tally.count` and `Tally.hold`."""
@@ -455,15 +476,15 @@ cdef class ForwardPass:
         """
         cdef cnp.ndarray ids = np.ascontiguousarray(tokens, np.int32)
         cdef const int32_t *given = <const int32_t *>cnp.PyArray_DATA(ids)
-        cdef int64_t position, i, batch, n = ids.shape[0]
+        cdef int64_t position, i = 0, batch, most = self._batch, n = ids.shape[0], spent
         cdef int part, status
         self._check()
         position = self._position()
         self._reserve(n)
         self.logits_end = 0
         try:
-            for i in range(0, n, self._batch):
-                batch = min(self._batch, n - i)
+            while i < n:
+                batch = min(most, n - i)
                 if batch != self._prefill.n_tokens:
                     self._prefill.n_tokens = 0  # until it is complete
                     self._prefill_graph.resize(batch)
@@ -472,8 +493,11 @@ cdef class ForwardPass:
                     for part in range(self._n_parts):
                         self._show_batch(part, i, batch)
                     self._write_batch(given + i, batch, position + i)
-                    status = self._run(&self._prefill, self.threads.most, 0)
-                self._end(status)
+                    status = self._run(&self._prefill, self.threads.most, 0, &spent)
+                if not self._end(status, batch):
+                    i += batch
+                elif self._reading.status == um.UM_E_FULL:
+                    most = batch // 2
             self.note_tokens(position, given, n)
             self.logits_end = position + n
             self._commit(n)
@@ -488,35 +512,55 @@ cdef class ForwardPass:
             ggml.require_threads(self.threads.most)
         return 0
 
-    cdef int _end(self, int status) except -1:
+    cdef bint _end(self, int status, int64_t n_tokens) except -1:
+        """Handle signals and failures; return whether a graph has to be computed once more.
+
+        It has to if a signal ended a read, or if the weights of `n_tokens` tokens do not fit into
+        their budget and those of fewer tokens may.
+        """
         # The interpreter has not run meanwhile. A signal handler may close the decoder.
         PyErr_CheckSignals()
         self._check()
         self._begin_change()
-        if status != SUCCESS:
-            raise RuntimeError(f"ggml could not compute the graph (status {status})")
-        return 0
+        if status == SUCCESS:
+            return False
+        if self._reading != NULL and self._reading.status != um.UM_OK:
+            return ((self._reading.status == um.UM_E_FULL and n_tokens > 1)
+                    or self._reader.was_interrupted())
+        raise RuntimeError(f"ggml could not compute the graph (status {status})")
 
     cdef int _run_token(self) noexcept nogil:
-        cdef int64_t limit = self.threads.limit(), before = self.compute_ns
-        cdef int status = self._run(&self._decode, self.threads.next_count(), limit)
-        if status == ABORTED and limit:
-            self.threads.note_token(self.compute_ns - before, True)
-            before = self.compute_ns
-            status = self._run(&self._decode, self.threads.next_count(), 0)
-        self.threads.note_token(self.compute_ns - before, False)
+        cdef int64_t limit = self.threads.limit(), spent
+        cdef int status = self._run(&self._decode, self.threads.next_count(), limit, &spent)
+        if status == ABORTED and limit and not self._has_failed():
+            self.threads.note_token(spent, True)
+            status = self._run(&self._decode, self.threads.next_count(), 0, &spent)
+        if not self._has_failed():
+            self.threads.note_token(spent, False)
         return status
 
-    cdef int _run(self, Graph *g, int n_threads, int64_t limit) noexcept nogil:
-        cdef int64_t start = now_ns(), deadline = start + limit
+    cdef bint _has_failed(self) noexcept nogil:
+        return self._reading != NULL and self._reading.status != um.UM_OK
+
+    cdef int _run(self, Graph *g, int n_threads, int64_t limit, int64_t *spent) noexcept nogil:
+        """Compute a graph in at most `limit` ns (0: any); neither they nor `spent` has reads."""
+        cdef int64_t start = now_ns(), ns
         cdef IsOver ends = NULL
+        cdef Watch watch
         cdef int status
+        watch.deadline, watch.reading = (start + limit if limit else 0), self._reading
         if n_threads > 1:
             self._team.is_made = self._team.is_kept
-        if limit:
+        if self._reading != NULL:
+            self._reader.begin()
+        if limit or self._reading != NULL:
             ends = is_over
-        status = (<Compute>self.compute_address)(g.graph, g.plan, n_threads, ends, &deadline)
-        self.compute_ns += now_ns() - start
+        status = (<Compute>self.compute_address)(g.graph, g.plan, n_threads, ends, &watch)
+        if self._reading != NULL:
+            self._reader.end()
+        ns = now_ns() - start
+        self.compute_ns += ns
+        spent[0] = ns if self._reading == NULL else ns - self._reading.waited_ns
         return status
 
     # ---- what is computed ----

@@ -17,6 +17,7 @@ from unimem.base.text import format_bytes, format_ranges
 from unimem.engine.history import History
 from unimem.engine.model import Model
 from unimem.engine.model_memory import ModelMemory
+from unimem.engine.streamed import facts_of
 from unimem.kv.types import kv_name
 from unimem.layout import Layout
 from unimem.system.process import read_process
@@ -101,5 +102,6 @@ def make_report(decoder: DecoderMemory) -> Report:
             f"and threads, and the stacks of {n} thread{'s' * (n != 1)}; in none of these rows"
         ),
     }
+    facts |= facts_of(weights._stream)
     rows = tuple(replace(row, high_water_bytes=most.get(row.category)) for row in rows)
     return Report(rows, facts | ggml.facts(), mappings)

@@ -12,6 +12,8 @@ from unimem._core.block import Block
 from unimem.backends import ggml
 from unimem.engine.graph import Headers
 from unimem.engine.model import Model
+from unimem.engine.pieces_op import PieceReader
+from unimem.engine.streamed import read_pieces
 from unimem.kv.types import kv_pair
 from unimem.layout import Layout
 from unimem.planning.plan import plan
@@ -48,6 +50,7 @@ class DecoderOptions(NamedTuple):
     threads: int | None
     layout: Layout | None
     numa: str | None
+    weights_budget: int | str | None = None
 
 
 def _check_model(
@@ -78,6 +81,7 @@ def _check_model(
         window=asked.window,
         threads=asked.threads,
         load=load,
+        weights_budget=None if isinstance(planned, Weights) else asked.weights_budget,
         engine="unimem",
         **placement,
     )
@@ -155,6 +159,8 @@ class ModelMemory:
         Its repacked tensors, after `bring_in`.
     reader : Reader or None
         The reader of the weights, once they are open.
+    pieces : PieceReader or None
+        The reader of streamed weights, after `adopt`.
     model, plan : Model, Plan
         The checked model, and what the decoder needs.
     load, load_reason : str
@@ -171,16 +177,22 @@ class ModelMemory:
         check_load(load, for_engine=True)
         self.repacked: Repacked | None = None
         self.reader: Reader | None = None
+        self.pieces: PieceReader | None = None
         self.is_owned = not isinstance(path_or_weights, Weights)
         reason = None
         layout = asked.layout
         placement: PlacementOptions = {} if asked.numa is None else {"numa": asked.numa}
         if isinstance(path_or_weights, Weights):
+            if asked.weights_budget is not None:
+                raise ValueError(
+                    f"weights_budget={asked.weights_budget!r}: the weights are opened already: "
+                    "open them with this budget, or change it with weights.stream.resize()"
+                )
             self.weights, opened = path_or_weights, load
             is_theirs = isinstance(layout, Layout) and layout.weights is path_or_weights
             made_for = layout.plan if layout is not None and is_theirs else None
-            if load == "auto" and made_for is not None and made_for.load == "repack":
-                opened, reason = "repack", made_for.load_reason
+            if load == "auto" and made_for is not None and made_for.load in ("repack", "stream"):
+                opened, reason = made_for.load, made_for.load_reason
         elif is_url(path_or_weights):
             # The source of a repacked model stays in memory: no file could be read again.
             way = way_of(path_or_weights, load)
@@ -200,19 +212,22 @@ class ModelMemory:
             opened = "repack" if "repack" in (load, first.load) else "auto"
             reason = first.load_reason
             way = "map" if load == "repack" or opened == "repack" else load
+            if first.load == "stream":
+                opened = way = "stream"
             why_mapped = reason if first.load == "map" else ""
             if opened == "repack":  # only the repacked tensors are placed
                 placement = {}
             request = LoadRequest(
-                way, progress=progress, placement=placement, why_mapped=why_mapped
-            )
+                way, progress=progress, placement=placement, why_mapped=why_mapped,
+                budget=first.weights_budget,
+            )  # fmt: skip
             self.weights = open_planned(path_or_weights, request)
 
         try:
             self.model, self.plan = _check_model(self.weights, self.weights, opened, asked)
             self.load: str = self.plan.load
             self.load_reason = self.plan.load_reason
-            if self.load == "repack" and reason is not None:
+            if self.load in ("repack", "stream") and reason is not None:
                 self.load_reason = reason
             elif load == "repack" and self.load != "repack":
                 policy.warn(f"{self.weights.files[0]} is not repacked: {self.load_reason}")
@@ -236,11 +251,22 @@ class ModelMemory:
         elif self.is_owned and self.weights.load == "map":
             warm_where_it_fits(self.weights, threads, progress)
 
-    def adopt(self, headers: Headers) -> None:
-        """Point ggml's headers at the repacked tensors."""
+    def adopt(self, headers: Headers, batch: int) -> None:
+        """Point ggml's headers at the repacked tensors, or at the slots of streamed ones.
+
+        `pieces` reads those from then on, for up to `batch` tokens at once.
+        """
+        stream = self.weights._stream
+        if stream is not None:
+            self.pieces = read_pieces(headers, self.model, self.tensors, stream, batch)
         if self.repacked is not None:
             for name in self.repacked.tensors:
                 self.repacked._adopt(headers.weights[name], name)
+
+    def check_files(self) -> None:
+        """Raise OSError if the file of streamed weights was written to since it was opened."""
+        if self.weights._stream is not None:
+            self.weights._stream.check_files()
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -258,6 +284,8 @@ class ModelMemory:
         An image that is being written is completed first, or dropped if `kind` is an exception.
         """
         try:
+            if self.pieces is not None:
+                self.pieces.close()
             if self.repacked is not None:
                 self.repacked.__exit__(kind)
         finally:

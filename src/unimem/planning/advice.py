@@ -199,9 +199,7 @@ def _advise_limits(plan: Plan) -> Iterator[Advice]:
         yield Advice(f"{format_bytes(missing)} more in {worst.name}: {worst.remedy}", 0, {}, False)
     elif missing := plan.spilled_bytes or _unslotted_bytes(plan):
         least = min((one for one in plan.checks if one.is_hard), key=lambda c: c.available_bytes)
-        yield Advice(
-            f"{format_bytes(missing)} more in {least.name}: {least.remedy}", 0, {}, False
-        )
+        yield Advice(f"{format_bytes(missing)} more in {least.name}: {least.remedy}", 0, {}, False)
 
 
 def _unslotted_bytes(plan: Plan) -> int:

@@ -42,7 +42,7 @@ __all__ = [
     "token_bytes",
 ]
 
-Mode = Literal["map", "copy", "direct", "stream", "repack"]
+Mode = Literal["map", "copy", "direct", "repack", "stream"]
 """The load mode: "repack" maps the file, and repacks the types that ggml has an order for."""
 
 PREFILL_BATCH = 128
@@ -378,6 +378,8 @@ class Session:
         As for `plan`, checked.
     storage : Storage
         The placement of its blocks.
+    most_slots : int
+        The most slots of streamed experts; 0 if none are streamed.
     """
 
     shape: Shape
@@ -386,6 +388,7 @@ class Session:
     window: int | None
     threads: int
     storage: Storage
+    most_slots: int = 0
 
     @property
     def is_known(self) -> bool:
@@ -411,8 +414,9 @@ class Session:
             return 0
         n_rows = [self._n_rows(layers, ctx) for layers in self._parts(ctx)]
         parts = scratch_parts(
-            self.shape.dims, ctx, self.threads, n_rows, self.shape.experts, self.shape.is_tiled
-        )
+            self.shape.dims, ctx, self.threads, n_rows, self.shape.experts, self.shape.is_tiled,
+            self.most_slots,
+        )  # fmt: skip
         return -(-sum(parts.values()) // _LEAST_BYTES) * _LEAST_BYTES
 
     def needs(self, ctx: int, budget: Budget) -> list[Need]:
@@ -551,6 +555,7 @@ def scratch_parts(
     n_rows: Sequence[int],
     experts: Experts | None = None,
     tiled: bool = False,
+    most_slots: int = 0,
 ) -> dict[str, int]:
     """Bound what the engine takes from the scratch tape.
 
@@ -564,6 +569,8 @@ def scratch_parts(
         The rows of a lane in each part of the KV cache.
     tiled : bool
         Whether ggml may unpack matrices tile by tile: see `Shape`.
+    most_slots : int
+        The most slots of streamed experts.
 
     Returns
     -------
@@ -591,7 +598,8 @@ def scratch_parts(
     heads, size = dims.num_attention_heads, dims.head_dim
     batch_work = 2 * n * max(hidden, q, inner) + (threads * _TILE_BYTES if tiled else 0)
     if experts is not None:
-        # The rows of each expert, and a line of the CPU's caches for each.
+        # The rows of each expert or slot, and a line of the CPU's caches for each.
+        n_experts = max(n_experts, most_slots)
         batch_work += 8 * (n_experts * (n * n_used + 1) + 4) + _ALIGN * (n_experts + 1)
     tiles = 4 * threads * (256 * size + 2 * 64 * 64)
     partials = 4 * threads * (heads * (2 + size) + 3 * size)

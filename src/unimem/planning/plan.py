@@ -383,7 +383,10 @@ class _Planner:
 
     def _make_as(self, options: PlanOptions, mode: Mode, reason: str) -> Plan:
         storage = Storage.from_options(options.placement)
+        streamed = self._source.streamed if mode == "stream" else None
         session = self._session(options, storage.beside_weights())
+        if streamed is not None and isinstance(session, Session):
+            session = replace(session, most_slots=streamed.most_slots)
         beside = self._beside
         budget = Budget(self._machine)
         fixed = self._source.weights(mode, storage, budget, options.sessions)
@@ -414,7 +417,6 @@ class _Planner:
         if options.window is not None and ctx is not None and options.window > ctx:
             raise ValueError(f"window: expected at most the context, {ctx}, got {options.window}")
         found = needs(ctx or 1)
-        streamed = self._source.streamed if mode == "stream" else None
         if streamed is not None and not streamed.is_open:
             rest = sum(need.room_bytes - need.taken_bytes for need in found[n_weights:])
             streamed.divide(options.weights_budget, self._machine.memory, rest)

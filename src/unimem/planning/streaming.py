@@ -130,7 +130,7 @@ class StreamedWeights:
     @classmethod
     def of_weights(cls, weights: Weights) -> StreamedWeights | None:
         """Return what opened weights stream; None if they are not streamed."""
-        stream = weights.stream
+        stream = weights._stream
         if stream is None:
             return None
         types = weights._types_in_memory()
@@ -155,10 +155,18 @@ class StreamedWeights:
         now = self.division
         if asked is None:
             used = (replace(one, used_bytes=one.used_bytes + rest_bytes) for one in found)
-            nbytes = max(now.least_bytes, min(self.whole_bytes, choose_budget(_Limits(tuple(used)))))
+            nbytes = max(
+                now.least_bytes, min(self.whole_bytes, choose_budget(_Limits(tuple(used))))
+            )
         else:
             nbytes = parse_size(asked, "weights_budget", _Limits(found))
         self.division = plan_budget(self._path, nbytes, now.kept_bytes, now.pools)
+
+    @property
+    def most_slots(self) -> int:
+        """The most slots that a pool of experts may have; 0 for a model without experts."""
+        table = self._plan.table
+        return max(kind.n_pieces for kind in table.kinds) if table.has_experts else 0
 
     def needs(self, storage: Storage, budget: Budget) -> list[Need]:
         """List the blocks: of what stays, and of the slots of each pool."""

@@ -68,7 +68,7 @@ __all__ = [
 ]
 
 Load = Literal["auto", "map", "copy", "direct", "stream"]
-EngineLoad = Literal["auto", "map", "copy", "direct", "repack"]
+EngineLoad = Literal["auto", "map", "copy", "direct", "stream", "repack"]
 """The load modes of the engine: those of `Load`, or in ggml's order (`um.repack`)."""
 
 AccessPattern = Literal["willneed", "sequential", "random"]

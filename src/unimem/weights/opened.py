@@ -219,20 +219,9 @@ class Weights(Contents):
         return self._copies[self._nearest.get(first if node is None else node, first)]
 
     @property
-    def stream(self) -> Stream:
-        """The budget and the figures of a streamed model.
-
-        Raises
-        ------
-        ValueError
-            The weights were opened without ``load="stream"``.
-        """
+    def stream(self) -> Stream | None:
+        """The budget and the figures of a streamed model; None without ``load="stream"``."""
         self._opened()
-        if self._stream is None:
-            raise ValueError(
-                f"Weights '{self.files[0]}' are not streamed (load='{self.load}'): open them with "
-                "load='stream'"
-            )
         return self._stream
 
     @property

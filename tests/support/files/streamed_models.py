@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 import unimem as um
 from support.files import gguf_files as gf
-from unimem.weights.tensors import StreamedTensor
+from unimem.weights.stream.stream import Stream
 
 # The bytes of a block of values of a type, and how many it has.
 _BLOCKS = {gf.F32: (4, 1), gf.F16: (2, 1), gf.I8: (1, 1), gf.Q8_0: (34, 32)}
@@ -70,18 +70,29 @@ def blocks(n_layers: int = 8) -> Tensors:
     return found | {"output.weight": ((64, 10), gf.F16)}
 
 
-def streamed(weights: um.Weights) -> dict[str, StreamedTensor]:
-    return {name: t for name, t in weights.items() if isinstance(t, StreamedTensor)}
+def streamed(weights: um.Weights) -> dict[str, um.StreamedTensor]:
+    return {name: t for name, t in weights.items() if isinstance(t, um.StreamedTensor)}
+
+
+def stream(weights: um.Weights) -> Stream:
+    assert weights.stream is not None
+    return weights.stream
+
+
+def tensor(weights: um.Weights, name: str) -> um.StreamedTensor:
+    found = weights[name]
+    assert isinstance(found, um.StreamedTensor), name
+    return found
 
 
 def in_file(tensor: um.Tensor) -> NDArray[np.uint8]:
     """The bytes of a tensor in its file; of a streamed one, a row for each piece."""
-    n = tensor.n_pieces if isinstance(tensor, StreamedTensor) else 1
+    n = tensor.n_pieces if isinstance(tensor, um.StreamedTensor) else 1
     data = np.fromfile(tensor.file, np.uint8, tensor.nbytes, offset=tensor.offset)
     return data.reshape(n, -1)
 
 
-def check(tensor: StreamedTensor, ids: Any) -> NDArray[np.int32]:
+def check(tensor: um.StreamedTensor, ids: Any) -> NDArray[np.int32]:
     """Ask for pieces, and compare the slots with the file; return them."""
     slots = tensor.ensure(ids)
     pool, data = tensor.pool, in_file(tensor)

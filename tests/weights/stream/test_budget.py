@@ -70,7 +70,7 @@ def test_pools_get_the_shares_of_their_pieces() -> None:
 
 @pytest.mark.parametrize("asked", [13_999, "13k", None])
 def test_below_the_least_raises_and_names_it(asked: Any) -> None:
-    with pytest.raises(CapacityError, match="14000 bytes .*budget=14000 or more") as caught:
+    with pytest.raises(CapacityError, match=r"14000 bytes .*budget=14000 or more") as caught:
         plan_budget("m.gguf", asked, KEPT, [pool(9, 4, 1000)], Limits(15_000))
     assert re.search("^streaming m.gguf .*(has room for|allows) ", str(caught.value))
     assert caught.value.limit < caught.value.asked == 14_000

@@ -13,7 +13,9 @@ from unimem.weights.stream.piece_table import (
 
 
 def row(name: str, ne: tuple[int, ...], offset: int, nbytes: int, **more: int) -> TensorRow:
-    return TensorRow(name, "q8_0", ne, offset, nbytes, more.get("file", 0), more.get("known", 1) == 1)
+    return TensorRow(
+        name, "q8_0", ne, offset, nbytes, more.get("file", 0), more.get("known", 1) == 1
+    )
 
 
 def experts(block: int, offset: int, n: int = 4, nbytes: int = 400) -> list[TensorRow]:
@@ -87,9 +89,7 @@ def test_without_experts_a_block_is_a_piece_of_runs_of_its_file() -> None:
 
 
 def test_a_piece_of_too_many_parts_has_the_largest() -> None:
-    rows = [
-        row(f"blk.0.t{i}.weight", (8,), i * 100_000, 100 + i) for i in range(MOST_PARTS + 2)
-    ]
+    rows = [row(f"blk.0.t{i}.weight", (8,), i * 100_000, 100 + i) for i in range(MOST_PARTS + 2)]
     table = find_pieces(rows, None)
     assert len(table.kinds[0].part_bytes) == MOST_PARTS
     assert "blk.0.t0.weight" not in table.places

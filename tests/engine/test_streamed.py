@@ -1,0 +1,305 @@
+"""Weights that are read while tokens are computed: the same logits, and reads that fail."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import unimem as um
+from support.models.decoders import greedy, interrupted, logits_of, tokens
+from support.models.make import Shape, small, write_model
+from support.processes.forks import in_child, needs_fork, refuses
+from unimem.engine import Decoder
+from unimem.planning.needs import PREFILL_BATCH
+
+MIXTURE = Shape(hidden=256, layers=3, heads=4, kv_heads=2, inner=256, vocab=320, ctx=600)
+DENSE = small(layers=6, hidden=256, inner=512, vocab=320)
+PROMPT = tokens(PREFILL_BATCH + 22, first=3)
+# Expert sizes that are no multiple of 512 bytes: a file has them at any place.
+KINDS = ("q4_0", "q8_0", "f32", "q4_1")
+
+
+def write(folder: Path, arch: str, kind: str = "q4_0") -> Path:
+    return write_model(folder / "m.gguf", arch, MIXTURE if arch == "qwen3moe" else DENSE, kind)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("mixture"), "qwen3moe")
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("dense"), "llama")
+
+
+@pytest.fixture(params=["qwen3moe", "llama"])
+def model(request: pytest.FixtureRequest, mixture: Path, dense: Path) -> Path:
+    return mixture if request.param == "qwen3moe" else dense
+
+
+def budget_of(path: Path, share: float) -> int:
+    """A budget between the least and the one with a slot for each piece."""
+    with um.open_weights(path, load="stream", budget="1G") as weights:
+        least = weights.stream.least_bytes
+        return least + int(share * (weights.mapped_bytes - least))
+
+
+def streamed(path: Path, share: float, *, ctx: int = 200) -> Decoder:
+    budget = budget_of(path, share)
+    return Decoder(path, ctx=ctx, threads=1, load="stream", weights_budget=budget)
+
+
+def figures(decoder: Decoder) -> dict[str, int]:
+    found: dict[str, int] = decoder.report().facts["stream"]
+    return found
+
+
+# ---- logits ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("arch", ["qwen3moe", "llama"])
+def test_logits_have_the_bits_of_a_mapped_model(arch: str, kind: str, tmp_path: Path) -> None:
+    path = write(tmp_path, arch, kind)
+    with Decoder(path, ctx=200, threads=1, load="map") as mapped:
+        chosen, expected = logits_of(mapped, PROMPT, 6)
+    for share in (0.4, 1.0):
+        with streamed(path, share) as decoder:
+            found, logits = logits_of(decoder, PROMPT, 6)
+            n_read = figures(decoder)["read_bytes"]
+        np.testing.assert_array_equal(logits, expected)
+        assert found == chosen
+        assert n_read > 0
+
+
+def test_a_batch_that_does_not_fit_is_split(mixture: Path) -> None:
+    with Decoder(mixture, ctx=64, threads=1, load="map") as mapped:
+        for token in PROMPT[:9]:
+            mapped.prefill([token])
+        expected = mapped.logits.copy()
+    # The least budget has slots for the experts of one token.
+    with streamed(mixture, 0, ctx=64) as decoder:
+        np.testing.assert_array_equal(decoder.prefill(PROMPT[:9]), expected)
+        assert decoder.kv.seq_len == 9
+
+
+def test_each_piece_is_read_once_if_all_fit(model: Path) -> None:
+    with streamed(model, 1) as decoder:
+        decoder.prefill(PROMPT)
+        greedy(decoder, 4)
+        before = figures(decoder)
+        greedy(decoder, 4)
+        after = figures(decoder)
+    if "dense" in str(model):
+        assert after["misses"] == before["misses"]
+    with um.open_weights(model, load="stream", budget="1G") as weights:
+        assert after["read_bytes"] <= weights.nbytes
+    assert after["hits"] > before["hits"]
+
+
+def test_a_batch_brings_the_experts_of_the_next_layer(mixture: Path) -> None:
+    with streamed(mixture, 1) as decoder:
+        decoder.prefill(PROMPT[:PREFILL_BATCH])
+        stat = decoder.weights.stream._pieces.stat()
+    # All of the first layer, and few of the last one, which computes a single token.
+    assert stat["prefetched"] == 8
+    assert stat["prefetch_hits"] >= 6
+
+
+# ---- the budget --------------------------------------------------------------------------
+
+
+def test_a_budget_streams_and_is_kept(model: Path) -> None:
+    budget = budget_of(model, 0.5)
+    with Decoder(model, ctx=64, threads=1, weights_budget=budget) as decoder:
+        assert decoder.weights.load == decoder.report().facts["load"] == "stream"
+        assert decoder.weights.mapped_bytes <= budget
+        assert figures(decoder)["budget_bytes"] == budget
+        rows = {row.category: row.nbytes for row in decoder.report().rows}
+        assert rows["weights:slots"] == decoder.weights.stream.slot_bytes
+
+
+def test_a_budget_below_the_least_is_refused_with_its_name(model: Path) -> None:
+    least = budget_of(model, 0)
+    with pytest.raises(um.CapacityError, match=f"{least}"):
+        Decoder(model, ctx=64, load="stream", weights_budget=least - 1)
+
+
+def test_opened_weights_keep_their_budget(model: Path) -> None:
+    with um.open_weights(model, load="stream", budget="1G") as weights:
+        with pytest.raises(ValueError, match="weights_budget=1000: the weights are opened"):
+            Decoder(weights, ctx=64, weights_budget=1000)
+        with Decoder(weights, ctx=64, threads=1) as decoder:
+            assert decoder.report().facts["load"] == "stream"
+            decoder.prefill(PROMPT[:9])
+
+
+def test_the_budget_may_change_between_tokens(model: Path) -> None:
+    with Decoder(model, ctx=200, threads=1, load="map") as mapped:
+        chosen, expected = logits_of(mapped, PROMPT, 12)
+    whole, half = budget_of(model, 1), budget_of(model, 0.3)
+    with streamed(model, 1) as decoder:
+        decoder.prefill(PROMPT)
+        found, logits = [], []
+        for i in range(12):
+            if i % 3 == 1:
+                decoder.weights.stream.resize(half if i % 2 else whole)
+            logits.append(decoder.logits.copy())
+            found.append(decoder.generate_next_token())
+    np.testing.assert_array_equal(np.array(logits), expected)
+    assert found == chosen
+
+
+# ---- failures ----------------------------------------------------------------------------
+
+
+@contextmanager
+def unreadable(path: Path, flags: int) -> Iterator[None]:
+    """Have this process's descriptors of a file be of /dev/null."""
+    ours = [int(fd) for fd in os.listdir("/proc/self/fd") if _target(fd) == str(path)]
+    assert ours
+    null, kept = os.open("/dev/null", flags), {fd: os.dup(fd) for fd in ours}
+    try:
+        for fd in kept:
+            os.dup2(null, fd, inheritable=False)
+        yield
+    finally:
+        for fd, other in kept.items():
+            os.dup2(other, fd, inheritable=False)
+            os.close(other)
+        os.close(null)
+
+
+def _target(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"), [(os.O_RDONLY, "has become shorter"), (os.O_WRONLY, "Bad file descriptor")]
+)
+def test_a_token_whose_weights_cannot_be_read_does_not_count(
+    model: Path, flags: int, why: str
+) -> None:
+    with streamed(model, 0.3) as other:
+        other.prefill(PROMPT[:20])
+        expected = other.prefill([7]).copy()
+    with streamed(model, 0.3) as decoder:
+        decoder.prefill(PROMPT[:20])
+        with unreadable(model, flags), pytest.raises(OSError, match=rf"offset \d+ .*{why}") as info:
+            greedy(decoder, 50)
+        assert info.value.filename == str(model)
+        assert decoder.kv.seq_len < 70
+        decoder.kv.crop(20)
+        np.testing.assert_array_equal(decoder.prefill([7]), expected)
+        greedy(decoder, 3)
+
+
+def test_a_prompt_whose_weights_cannot_be_read_does_not_count(model: Path) -> None:
+    with streamed(model, 0.3) as decoder:
+        expected = decoder.prefill(PROMPT).copy()
+        decoder.reset()
+        decoder.prefill(PROMPT[:3])
+        with pytest.raises(OSError, match="cannot be read"), unreadable(model, os.O_RDONLY):
+            decoder._forward.prefill(np.array(PROMPT[3:]))
+        assert decoder.kv.seq_len == 3
+        decoder.reset()
+        np.testing.assert_array_equal(decoder.prefill(PROMPT), expected)
+
+
+def test_a_file_that_was_written_to_is_noticed(model: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copy(model, tmp_path / "copy.gguf"))
+    with streamed(path, 0.3) as decoder:
+        decoder.prefill(PROMPT[:20])
+        with open(path, "r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"x")
+        greedy(decoder, 3)
+        with pytest.raises(OSError, match=r"copy\.gguf"):
+            decoder.prefill(PROMPT[20:40])
+        assert decoder.kv.seq_len == 23
+
+
+def test_signals_during_reads_change_nothing(model: Path) -> None:
+    with Decoder(model, ctx=200, threads=1, load="map") as mapped:
+        chosen, expected = logits_of(mapped, PROMPT, 6)
+    n_signals = count()
+    before = signal.signal(signal.SIGALRM, lambda *_: next(n_signals))
+    try:
+        with streamed(model, 0.3) as decoder:
+            signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+            found, logits = logits_of(decoder, PROMPT, 6)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    np.testing.assert_array_equal(logits, expected)
+    assert found == chosen
+    assert next(n_signals) > 0
+
+
+def test_an_interrupt_loses_no_token(model: Path) -> None:
+    with streamed(model, 0.3) as decoder:
+        decoder.prefill(PROMPT[:20])
+        with interrupted(decoder):
+            decoder.prefill([7])
+        assert decoder.kv.seq_len == 20
+        decoder.prefill([7])
+
+
+@needs_fork
+def test_a_forked_child_cannot_read(model: Path) -> None:
+    with streamed(model, 0.3) as decoder:
+        decoder.prefill(PROMPT[:20])
+        assert in_child(lambda: refuses(lambda: greedy(decoder, 40), "forked child"))
+        greedy(decoder, 3)
+
+
+# ---- several decoders --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_shared", [True, False], ids=["one weights", "one file"])
+def test_two_decoders_at_once(model: Path, is_shared: bool) -> None:
+    with Decoder(model, ctx=200, threads=1, load="map") as mapped:
+        expected = logits_of(mapped, PROMPT, 6)[1]
+    with ExitStack() as stack:
+        given: Any = model
+        options: dict[str, Any] = {"load": "stream", "weights_budget": budget_of(model, 0.6)}
+        if is_shared:
+            given = stack.enter_context(
+                um.open_weights(model, load="stream", budget=options["weights_budget"])
+            )
+            options = {}
+        ours = [
+            stack.enter_context(Decoder(given, ctx=200, threads=1, **options)) for _ in range(2)
+        ]
+        with ThreadPoolExecutor(2) as threads:
+            for _, logits in threads.map(lambda one: logits_of(one, PROMPT, 6), ours):
+                np.testing.assert_array_equal(logits, expected)
+
+
+def test_the_end_of_a_decoder_ends_its_files(model: Path) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    weights = um.open_weights(model, load="stream", budget=budget_of(model, 0.5))
+    decoder = Decoder(weights, ctx=64, threads=1)
+    decoder.prefill(PROMPT[:9])
+    with pytest.raises(BufferError):
+        weights.close()
+    greedy(decoder, 2)
+    decoder.close()
+    weights.close()
+    with streamed(model, 0.5):
+        pass
+    assert set(os.listdir("/proc/self/fd")) == before
