@@ -49,7 +49,9 @@ LLAMA, LAZY = "llama.cpp, mapped", "llama.cpp, mapped, lazy"
 COPIED = "unimem, copied"
 LIMIT = "computing, and the disk's best for what is missing"
 ROOMS = (35, 50, 65, 80)  # percent of the weights that are streamed
-AHEADS = {"as-is": None, "128k": 128}  # KiB that the kernel reads ahead
+# KiB that the kernel reads ahead, and what that is in words.
+AHEADS = {"own": None, "128k": 128}
+AHEAD_WORDS = {"own": "the disk's own read-ahead", "128k": "a read-ahead of 128 KiB"}
 ROUTINGS: tuple[Routing, ...] = get_args(Routing)
 N_CTX, N_PREFILL = 1024, 512
 # A measurement of decode, and how long it may take: mapped files need seconds for a token.
@@ -281,7 +283,7 @@ def hit(measure: Measure) -> None:
     """Ask for 8 pieces that are there, as one layer does."""
     n, n_used = 64, 8
     with ExitStack() as stack:
-        pieces = stack.enter_context(_tiny_pieces(measure, n, n, 1))
+        pieces = stack.enter_context(_tiny_pieces(measure, n, n))
         holder = pieces.holder()
         many = np.arange(n, dtype=np.int32)
         holder.ensure(many)
@@ -299,7 +301,7 @@ def misses(measure: Measure, trace: Callable[[Measure], Trace], room: int) -> No
     calls = trace(measure)
     n_pieces = 1 + max(map(max, calls))
     n_slots = n_pieces * room // 100
-    with _tiny_pieces(measure, n_pieces, n_slots, policies.N_EXPERTS) as pieces:
+    with _tiny_pieces(measure, n_pieces, n_slots) as pieces:
         holder = pieces.holder()
         begin = len(calls) // 3
         counted = 0
@@ -315,8 +317,8 @@ def misses(measure: Measure, trace: Callable[[Measure], Trace], room: int) -> No
 
 
 @contextmanager
-def _tiny_pieces(measure: Measure, n: int, n_slots: int, n_group: int) -> Iterator[Pieces]:
-    """Make a cache of `n` tiny pieces; each `n_group` of them are a layer's."""
+def _tiny_pieces(measure: Measure, n: int, n_slots: int) -> Iterator[Pieces]:
+    """Make a cache of `n` tiny pieces."""
     path = measure.folder / "tiny-pieces.bin"
     path.write_bytes(os.urandom(PIECE_BYTES * n))
     ranges: Sequence[Any] = [(0, [(0, PIECE_BYTES * i)]) for i in range(n)]
@@ -326,7 +328,6 @@ def _tiny_pieces(measure: Measure, n: int, n_slots: int, n_group: int) -> Iterat
             [(PIECE_BYTES,)],
             ranges,
             slots=[n_slots],
-            groups=[i // n_group for i in range(n)],
         )
     try:
         yield pieces
@@ -350,7 +351,7 @@ TRACES: dict[str, Callable[[Measure], Trace]] = {
 def declare(routing: Routing, ahead: str, room: int) -> None:
     """Declare decode with a mixture; at half of the room, prefill as well."""
     factor = 1.0 if room != 50 or routing != "uniform" else 1.6 if ahead == "128k" else 10.0
-    words = f"a read-ahead of {ahead}, room for {room} % of the experts, {routing} routing"
+    words = f"{AHEAD_WORDS[ahead]}, {routing} routing, room for {room} % of the experts"
     model = partial(mixture, routing=routing)
     SUITE.case(
         f"decode-{routing}-{ahead}-{room}",
@@ -374,8 +375,8 @@ def declare_dense(ahead: str) -> None:
     """Declare decode with a model without experts."""
     SUITE.case(
         f"dense-{ahead}-{DENSE_ROOM}",
-        f"What does a token of a model without experts take with a read-ahead of {ahead}, and room "
-        f"for {DENSE_ROOM} % of its layers?",
+        f"What does a token of a model without experts take with {AHEAD_WORDS[ahead]}, room for "
+        f"{DENSE_ROOM} % of its layers?",
         unit="ms",
         targets=[faster(peer, 2.0, issue=43, side=STREAMED) for peer in PEERS]
         + [costs(LIMIT, 1.25, issue=43, side=STREAMED)],
