@@ -22,6 +22,7 @@ COMPILER = shutil.which("cc")
 
 UNIMEM, GGML = 1, 2
 Q4_0 = 2  # ggml's number
+STREAMED_BYTES = 18 << 20  # a budget for a part of the small mixture
 SCRIPT = """
     import ctypes, gc, json, os, resource
     import unimem as um
@@ -88,6 +89,11 @@ SCRIPT = """
         ({"threads": 1, "kv_dtype": "q8_0"}, {"temperature": 0.8, "seed": 1}),
         pytest.param({"threads": 1, "window": 40, "kv_dtype": "bf16"}, {}, marks=pytest.mark.slow),
         ({"threads": 2, "load": "repack"}, {}),
+        ({"threads": 1, "load": "stream", "weights_budget": "1G"}, {}),
+        ({"threads": 1, "load": "stream", "weights_budget": STREAMED_BYTES}, {}),
+        pytest.param(
+            {"threads": 1, "load": "stream", "weights_budget": "1G"}, {}, marks=pytest.mark.slow
+        ),
         pytest.param({"threads": 1, "load": "repack"}, {}, marks=pytest.mark.slow),
         *(pytest.param({"threads": 1}, {}, marks=pytest.mark.slow) for _ in range(2)),
     ],
@@ -96,6 +102,9 @@ SCRIPT = """
         "chance q8_0",
         "window bf16",
         "repacked",
+        "qwen3moe, streamed, all fits",
+        "qwen3moe, streamed, few slots",
+        "streamed, all fits",
         "repacked, staged",
         "gemma3",
         "qwen3moe",
@@ -109,14 +118,14 @@ def test_steady_state(
     options: dict[str, float],
     request: pytest.FixtureRequest,
 ) -> None:
-    is_repacked = "load" in how
+    is_repacked, has_misses = how.get("load") == "repack", "few slots" in request.node.name
     if is_repacked and ggml_orders.find_order(Q4_0, (256, 64)) is None:
         pytest.skip("this build of ggml has no order for q4_0 on this CPU")
     shim = tmp_path / "count_alloc.so"
     subprocess.run(
         [str(COMPILER), "-std=c17", "-O2", "-shared", "-fPIC", "-o", shim, SHIM, "-ldl"], check=True
     )
-    case = request.node.callspec.id
+    case = request.node.callspec.id.partition(",")[0]
     arch, shape = (case, small(layers=7)) if case in ("gemma3", "qwen3moe") else ("llama", SMALL)
     kind = "q4_0" if is_repacked else "q8_0"
     model = write_model(tmp_path / "model.gguf", arch, shape, kind)
@@ -142,7 +151,11 @@ def test_steady_state(
     assert counted["is_mapped"] is ("staged" in request.node.name)
     assert (counted["faults"], counted["moved"]) == (0, 0)
     assert counted["buffers"] > 50
-    assert counted["allocations"][UNIMEM] == counted["os_calls"][UNIMEM] == 0
+    assert counted["allocations"][UNIMEM] == 0
+    # What is missing is read, with one call or a few for each layer.
+    reads = range(64, 64 * 7 * 8) if has_misses else [0]
+    assert counted["os_calls"][UNIMEM] in reads
+    assert counted["counters"].pop("os_calls") in reads
     assert not any(counted["counters"].values())
     assert counted["os_calls"][GGML] == 0
     # ggml starts its threads for every graph.

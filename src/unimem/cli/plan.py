@@ -184,8 +184,10 @@ def _usage() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if re.match("(window|slots|engine|draft|mmproj and draft|device|weights_budget)[:=]", str(error)):
-            text = str(error).replace("weights_budget", "weights-budget", 1)
+        text = str(error)
+        names = "window|slots|engine|draft|mmproj and draft|device|weights_budget"
+        if re.match(f"({names})[:=]", text):
+            text = text.replace("weights_budget", "weights-budget", 1)
             raise typer.BadParameter(f"--{text}") from None
         raise
 

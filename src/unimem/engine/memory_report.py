@@ -102,6 +102,6 @@ def make_report(decoder: DecoderMemory) -> Report:
             f"and threads, and the stacks of {n} thread{'s' * (n != 1)}; in none of these rows"
         ),
     }
-    facts |= facts_of(weights._stream)
+    facts |= facts_of(weights.stream)
     rows = tuple(replace(row, high_water_bytes=most.get(row.category)) for row in rows)
     return Report(rows, facts | ggml.facts(), mappings)

@@ -256,7 +256,7 @@ class ModelMemory:
 
         `pieces` reads those from then on, for up to `batch` tokens at once.
         """
-        stream = self.weights._stream
+        stream = self.weights.stream
         if stream is not None:
             self.pieces = read_pieces(headers, self.model, self.tensors, stream, batch)
         if self.repacked is not None:
@@ -265,8 +265,8 @@ class ModelMemory:
 
     def check_files(self) -> None:
         """Raise OSError if the file of streamed weights was written to since it was opened."""
-        if self.weights._stream is not None:
-            self.weights._stream.check_files()
+        if self.weights.stream is not None:
+            self.weights.stream.check_files()
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:

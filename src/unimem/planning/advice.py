@@ -75,21 +75,7 @@ def _helps(plan: Plan, other: Plan) -> bool:
 def _list_changes(plan: Plan, replan: Replan) -> Iterator[tuple[str, dict[str, Any]]]:
     """List single changes of options, those without a cost first."""
     failing = {check.name for check in plan.checks if not check.fits}
-    if plan.load == "stream" and plan.reading is not None:
-        whole = plan.reading.whole_bytes
-        text = f"a weights budget of {format_bytes(whole)}: then no token reads from the disk"
-        yield text, {"weights_budget": whole}
-    elif plan.engine == "unimem" and plan.spilled_bytes:
-        yield "stream the weights instead of mapping the file", {"load": "stream"}
-    if plan.load not in ("map", "stream"):
-        done = (
-            "as it is instead of repacking it" if plan.load == "repack" else "instead of copying it"
-        )
-        yield (
-            f"map the file {done}: its pages are the page cache's, and are dropped "
-            "when memory is short",
-            {"load": "map"},
-        )
+    yield from _list_loads(plan)
     if plan.pages in ("2m", "1g"):
         yield "transparent huge pages, which need no pool", {"pages": "thp"}
     full = [one for one in plan.checks if one.name.startswith("node") and not one.fits]
@@ -123,6 +109,25 @@ def _list_changes(plan: Plan, replan: Replan) -> Iterator[tuple[str, dict[str, A
         window = _choose_window(plan.ctx, replan)
         if window:
             yield f"attention that sees the last {window:,} tokens only", {"window": window}
+
+
+def _list_loads(plan: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+    """List changes of how the weights come into memory."""
+    if plan.load == "stream" and plan.reading is not None:
+        whole = plan.reading.whole_bytes
+        text = f"a weights budget of {format_bytes(whole)}: then no token reads from the disk"
+        yield text, {"weights_budget": whole}
+    elif plan.engine == "unimem" and plan.spilled_bytes:
+        yield "stream the weights instead of mapping the file", {"load": "stream"}
+    if plan.load not in ("map", "stream"):
+        done = (
+            "as it is instead of repacking it" if plan.load == "repack" else "instead of copying it"
+        )
+        yield (
+            f"map the file {done}: its pages are the page cache's, and are dropped "
+            "when memory is short",
+            {"load": "map"},
+        )
 
 
 def _choose_window(ctx: int, replan: Replan) -> int:
@@ -204,7 +209,8 @@ def _advise_limits(plan: Plan) -> Iterator[Advice]:
 
 def _unslotted_bytes(plan: Plan) -> int:
     """Return the memory that is missing for having all of the streamed weights in it."""
-    if plan.reading is None or plan.weights_budget is None or plan.verdict != "streams":
+    if plan.reading is None or plan.verdict != "streams":
         return 0
+    there = sum(row.nbytes for row in plan.rows if row.category.startswith("weights"))
     spare = min(one.available_bytes - one.needed_bytes for one in plan.checks if one.is_hard)
-    return max(0, plan.reading.whole_bytes - plan.weights_budget - spare)
+    return max(0, plan.reading.whole_bytes - there - spare)

@@ -42,7 +42,7 @@ __all__ = [
     "token_bytes",
 ]
 
-Mode = Literal["map", "copy", "direct", "repack", "stream"]
+Mode = Literal["map", "copy", "direct", "stream", "repack"]
 """The load mode: "repack" maps the file, and repacks the types that ggml has an order for."""
 
 PREFILL_BATCH = 128

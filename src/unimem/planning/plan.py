@@ -103,7 +103,7 @@ def plan(
         a GGUF file here that would not stay in memory.
     weights_budget : int or str, optional
         The most memory that the weights of a streamed model take: bytes, a size such as ``"8G"``,
-        or a share such as ``"50%"``; by default what there is room for. With it, ``"auto"`` streams.
+        or a share such as ``"50%"``; by default what there is room for. ``"auto"`` streams with it.
     sessions : int, default 1
         Conversations at the same time: decoders over the same weights, each with its own KV cache,
         scratch and repacked tensors.

@@ -230,9 +230,9 @@ class Plan:
 
         ``"fits"``: everything stays in memory; at limits that are not hard, memory may be placed
         otherwise than requested. ``"streams"``: it runs, and each token reads the experts or layers
-        that have no room among its `weights_budget`. ``"reads from disk"``: it runs, and each token reads
-        `spilled_bytes` of the mapped file again. ``"at least"``: the rows have room, but what its
-        layers keep is not known, or not all of it. ``"does not fit"``: it is refused.
+        for which its `weights_budget` has no room. ``"reads from disk"``: it runs, and each token
+        reads `spilled_bytes` of the mapped file again. ``"at least"``: the rows have room, but what
+        its layers keep is not known, or not all of it. ``"does not fit"``: it is refused.
         """
         if find_worst_check(self, strict=False) is not None:
             return "does not fit"

@@ -130,10 +130,11 @@ class StreamedWeights:
     @classmethod
     def of_weights(cls, weights: Weights) -> StreamedWeights | None:
         """Return what opened weights stream; None if they are not streamed."""
-        stream = weights._stream
-        if stream is None:
+        if weights.load != "stream":
             return None
+        stream = weights.stream
         types = weights._types_in_memory()
+        del types["slots"]
         return cls(weights, StreamPlan(stream._table, stream._budget, types, [], 0), is_open=True)
 
     def _sum(self, counts: list[int]) -> int:
@@ -154,10 +155,9 @@ class StreamedWeights:
         """
         now = self.division
         if asked is None:
-            used = (replace(one, used_bytes=one.used_bytes + rest_bytes) for one in found)
-            nbytes = max(
-                now.least_bytes, min(self.whole_bytes, choose_budget(_Limits(tuple(used))))
-            )
+            rest = (replace(one, used_bytes=one.used_bytes + rest_bytes) for one in found)
+            room = choose_budget(_Limits(tuple(rest)))
+            nbytes = max(now.least_bytes, min(self.whole_bytes, room))
         else:
             nbytes = parse_size(asked, "weights_budget", _Limits(found))
         self.division = plan_budget(self._path, nbytes, now.kept_bytes, now.pools)
