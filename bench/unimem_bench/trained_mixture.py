@@ -184,7 +184,7 @@ class _Trainer:
             optimizer.zero_grad()
             if step % 50 == 0 or step == steps - 1:
                 sys.stderr.write(f"a small mixture: step {step} of {steps}, loss {loss:.2f}\n")
-        return self._result(float(loss))
+        return self._result(float(loss.detach()))
 
     def _result(self, loss: float) -> dict[str, NDArray[Any]]:
         shape, text = TRAINED, self.tokens[-HELD_OUT:]

@@ -19,9 +19,9 @@ from typing import Any, get_args
 import numpy as np
 
 import unimem as um
-from unimem._core.pieces import Pieces
+from unimem._core.pieces import Holder, Pieces
 from unimem.base import kernel_files
-from unimem.system.disks import measure_speed
+from unimem.system.disk_speed import measure_speed
 from unimem_bench import decoding, files, policies, states, timed
 from unimem_bench.cgroup import entering, limited_cgroup
 from unimem_bench.llama_build import NoPeer
@@ -282,15 +282,11 @@ def distinct_experts(measure: Measure, routing: Routing) -> None:
 def hit(measure: Measure) -> None:
     """Ask for 8 pieces that are there, as one layer does."""
     n, n_used = 64, 8
-    with ExitStack() as stack:
-        pieces = stack.enter_context(_tiny_pieces(measure, n, n))
-        holder = pieces.holder()
+    with _tiny_pieces(measure, n, n) as (_, holder):
         many = np.arange(n, dtype=np.int32)
         holder.ensure(many)
-        slots = np.empty(n, np.int32)
-        names = {"ensure": holder.ensure, "few": many[:n_used], "many": many, "slots": slots}
-        few = stopwatch("ensure(few, slots[:8])", 2000, names)
-        whole = stopwatch("ensure(many, slots)", 2000, names)
+        names = {"ensure": holder.ensure, "few": many[:n_used], "many": many}
+        few, whole = (stopwatch(f"ensure({ids})", 2000, names) for ids in ("few", "many"))
         # Of two calls the difference, so that Python's call is not counted.
         side = {"unimem": lambda: max(whole() - few(), 0.0) / (n - n_used)}
         measure.compare(side, rounds=21)
@@ -301,8 +297,7 @@ def misses(measure: Measure, trace: Callable[[Measure], Trace], room: int) -> No
     calls = trace(measure)
     n_pieces = 1 + max(map(max, calls))
     n_slots = n_pieces * room // 100
-    with _tiny_pieces(measure, n_pieces, n_slots) as pieces:
-        holder = pieces.holder()
+    with _tiny_pieces(measure, n_pieces, n_slots) as (pieces, holder):
         begin = len(calls) // 3
         counted = 0
         for number, ids in enumerate(calls):
@@ -317,8 +312,8 @@ def misses(measure: Measure, trace: Callable[[Measure], Trace], room: int) -> No
 
 
 @contextmanager
-def _tiny_pieces(measure: Measure, n: int, n_slots: int) -> Iterator[Pieces]:
-    """Make a cache of `n` tiny pieces."""
+def _tiny_pieces(measure: Measure, n: int, n_slots: int) -> Iterator[tuple[Pieces, Holder]]:
+    """Make a cache of `n` tiny pieces, and a holder."""
     path = measure.folder / "tiny-pieces.bin"
     path.write_bytes(os.urandom(PIECE_BYTES * n))
     ranges: Sequence[Any] = [(0, [(0, PIECE_BYTES * i)]) for i in range(n)]
@@ -329,9 +324,11 @@ def _tiny_pieces(measure: Measure, n: int, n_slots: int) -> Iterator[Pieces]:
             ranges,
             slots=[n_slots],
         )
+    holder = pieces.holder()
     try:
-        yield pieces
+        yield pieces, holder
     finally:
+        holder.close()
         pieces.close()
 
 
