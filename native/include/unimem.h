@@ -467,6 +467,12 @@ UM_API UM_CHECKED um_status um_block_collapse(um_block *block, um_error *err);
  * privately. */
 UM_API UM_CHECKED um_status um_block_advise(um_block *block, um_advice advice, um_error *err);
 
+/* Begins to read a part of a mapped file into the page cache, and does not wait (MADV_WILLNEED).
+ *
+ * It is a hint: a part that the kernel refuses is read when it is touched. pre: the range is in the
+ * block. */
+UM_API void um_block_will_need(const um_block *block, size_t offset, size_t nbytes);
+
 /* Reads the placement of the whole block from the kernel. UM_E_OS, UM_E_IO: a file of /proc cannot
  * be opened, or not be read. */
 UM_API UM_CHECKED um_status um_block_verify(const um_block *block, um_placement *out,

@@ -141,6 +141,24 @@ TEST(advise) {
     }
 }
 
+/* A part is read without being touched; what the kernel refuses is no error. */
+TEST(will_need) {
+    size_t size = 300 * page; /* more than one call asks for */
+    AUTO_FD fd = make_file(size);
+    AUTO_BLOCK block = map_file(fd, 0, size, UM_ACCESS_READ);
+    CHECK_OK(um_block_advise(&block, UM_ADVICE_RANDOM, &test_err));
+    um_counters before, after;
+    um_counters_read(&before);
+    um_block_will_need(&block, page + 1, 280 * page);
+    um_counters_read(&after);
+    CHECK_EQ(after.n_os_calls - before.n_os_calls, 3);
+    um_block_will_need(&block, size - 1, 1);
+    um_block_will_need(&block, 0, 0);
+    fault_os_fail_nth(1, EIO);
+    um_block_will_need(&block, 0, size);
+    CHECK(holds_file(&block, 0));
+}
+
 TEST(lock) {
     AUTO_FD fd = make_file(4 * page + 1);
     AUTO_BLOCK block = map_file(fd, 0, 4 * page + 1, UM_ACCESS_READ);

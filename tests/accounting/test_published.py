@@ -55,7 +55,7 @@ def names() -> list[str]:
 
 
 def counted() -> list[int]:
-    return list(look().counters.values())
+    return list(look().counters.values())[:4]
 
 
 def told() -> list[str]:
@@ -96,10 +96,11 @@ def test_another_process_sees_entries_and_counters() -> None:
         for n in range(3):
             tally.count(0, 1)
             tally.hold(100 * n, n)
+            tally.stream(5 + n, 3, 4096, 99)
     """
     with other(script) as process:
         found = look(process.pid)
-        assert found.counters == dict(zip(COUNTERS, (5, 3, 200, 2), strict=True))
+        assert found.counters == dict(zip(COUNTERS, (5, 3, 200, 2, 7, 3, 4096, 99), strict=True))
         assert found.truncated == 0
         (mine,) = (entry for entry in found.entries if entry.name == "mine")
         assert (mine.category, mine.nbytes, mine.reserved_bytes) == ("scratch", MIB, MIB)
@@ -283,6 +284,21 @@ def test_engine_counters_add_up_and_outlive_engines() -> None:
     assert counted() == [130, 13, 2000, 22]
 
 
+def test_pieces_are_counted_on_where_an_engine_has_ended() -> None:
+    def counted_pieces() -> list[int]:
+        return [n for name, n in look().counters.items() if name.startswith("piece")]
+
+    first, second = shown.Tally(), shown.Tally()
+    first.stream(10, 1, 100, 1000)
+    first.stream(20, 2, 200, 2000)
+    second.stream(1, 1, 1, 1)
+    assert counted_pieces() == [21, 3, 201, 2001]
+    first.end()
+    third = shown.Tally()  # on the row that the first has left
+    third.stream(5, 5, 5, 5)
+    assert counted_pieces() == [26, 8, 206, 2006]
+
+
 def test_each_engine_publishes_its_own_cache() -> None:
     def held() -> list[tuple[int | None, int | None]]:
         parts = {part.address: part for entry in look().entries for part in entry.parts}
@@ -396,7 +412,7 @@ def test_a_forked_child_publishes_only_on_request() -> None:
         print(list(published(os.getpid()).counters.values()))
     """)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "[2, 2, 0, 0]\n"
+    assert done.stdout == "[2, 2, 0, 0, 0, 0, 0, 0]\n"
 
 
 def test_without_memory_nothing_is_published_and_nothing_fails(monkeypatch: Patch) -> None:
@@ -582,8 +598,8 @@ def part(offset: int, nbytes: int, active: int | None = None) -> Change:
 
 CHANGES: dict[str, Change] = {
     "no counters": lambda d: d.pop("counters"),
-    "counters that are no names": lambda d: d.update(counters=[1, 2, 3, 4, 5]),
-    "a name with an escape": lambda d: d.update(counters=["a", "b", "c", "d", "\x1b[2J"]),
+    "counters that are no names": lambda d: d.update(counters=[*range(9)]),
+    "a name with an escape": lambda d: d.update(counters=[*"abcdefgh", "\x1b[2J"]),
     "no entries": lambda d: d.pop("entries"),
     "truncated below 0": lambda d: d.update(truncated=-1),
     "truncated a text": lambda d: d.update(truncated="1"),

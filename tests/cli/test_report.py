@@ -170,6 +170,19 @@ def test_oddities_of_a_model_are_named(monkeypatch: Patch) -> None:
     ]
 
 
+def test_streamed_weights_say_how_often_they_were_read(monkeypatch: Patch) -> None:
+    """In another process by its counters, in this one each by its path."""
+    counts = {"hits": 900, "misses": 100, "read_bytes": 5 * MIB, "waited_ns": 2_500_000_000}
+    counters = {f"piece_{name}": n for name, n in counts.items()}
+    stream = {"path": "/m.gguf", "budget_bytes": 2 * GIB, "resident_bytes": GIB} | counts
+    facts = REPORT.facts | {"counters": counters, "streams": [stream]}
+    monkeypatch.setattr(command, "make_report", lambda pid: replace(REPORT, facts=facts))
+    text = " ".join(show("report", 1234, columns=200).plain.split())
+    done = "900 of 1,000 pieces were in memory, 90.0%; 5.0 MiB read, 2.5 s waited"
+    assert f"streams {done}" in text
+    assert f"streams /m.gguf (1.0 GiB of a budget of 2.0 GiB; {done})" in text
+
+
 def test_rows_of_a_gpu_have_their_own_total(monkeypatch: Patch) -> None:
     made = replace(REPORT, rows=(*REPORT.rows, Row("kv", GIB, device="cuda:0")))
     monkeypatch.setattr(command, "make_report", lambda pid: made)

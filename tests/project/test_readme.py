@@ -28,7 +28,7 @@ N_EXAMPLES = {
     "docs/accounting.md": 4,
     "docs/plan.md": 1,
     "docs/buffers.md": 3,
-    "docs/for-authors.md": 5,
+    "docs/for-authors.md": 6,
     "docs/for-benchmarkers.md": 0,
     "docs/for-operators.md": 0,
     "docs/kv.md": 3,

@@ -188,7 +188,23 @@ def test_it_is_resized_while_it_is_used(path: Path) -> None:
         for tensor in models.streamed(w).values():
             models.check(tensor, [3, 4])
         models.stream(w).resize()
+        is_warm = w.verify().resident_bytes >= w.mapped_bytes
+        assert is_warm, "new slots are in RAM before a piece is read into them"
         assert (models.stream(w).budget_bytes, len(gate.pool)) == (most, n_most)
+        models.check(gate, range(8))
+
+
+def test_a_live_view_keeps_no_memory_of_slots_that_went(path: Path) -> None:
+    with um.open_weights(path, load="stream") as w:
+        gate, stream = models.tensor(w, "blk.0.ffn_gate_exps.weight"), models.stream(w)
+        models.check(gate, range(8))
+        pool, resident = gate.pool, w.verify().resident_bytes
+        stream.resize(stream.least_bytes)
+        assert w.verify().resident_bytes < resident
+        assert not pool[len(gate.pool) :].any()
+        models.check(gate, [1, 2])
+        del pool
+        stream.resize()
         models.check(gate, range(8))
 
 
@@ -317,6 +333,18 @@ def test_what_needs_all_of_a_model(path: Path) -> None:
         for use in uses:
             with pytest.raises(ValueError, match=r"is streamed.*ensure\(ids\)"):
                 use()
+
+
+def test_a_report_names_it(path: Path) -> None:
+    with um.open_weights(path, load="stream") as w:
+        models.tensor(w, "blk.0.ffn_up_exps.weight").ensure([1, 2])
+        (found,) = um.report().facts["streams"]
+        assert found == models.stream(w).to_dict()
+        assert (found["path"], found["misses"], found["hits"]) == (str(path), 2, 0)
+        text = str(um.report())
+        assert f"{path} (" in text.replace("\n", " ")
+        assert "weights:slots" in text
+    assert "streams" not in um.report().facts
 
 
 def test_close(path: Path) -> None:

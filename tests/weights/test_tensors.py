@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,32 @@ import pytest
 from support.files import gguf_files as gf
 from support.files.weight_bytes import leaves_no_descriptor, path, weights
 from support.models.make import TINY, write_model
+from unimem.errors import ClosedError
 from unimem.weights.opened import Weights, open_weights
 
 __all__ = ["leaves_no_descriptor", "path", "weights"]  # fixtures
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_no_descriptor")
+
+
+def test_weights_are_a_mapping_of_their_tensors(weights: Weights) -> None:
+    assert isinstance(weights, Mapping)
+    assert list(weights) == list(weights.tensors)
+    assert len(weights) == 4
+    assert weights["one"] == weights.tensors["one"]
+    assert dict(weights.items()) == dict(weights.tensors)
+    assert ("one" in weights, "none" in weights, weights.get("none")) == (True, False, None)
+    with pytest.raises(KeyError, match=r"none.*tensors"):
+        weights["none"]
+    with open_weights(weights.files[0]) as same:
+        assert weights == weights  # noqa: PLR0124 - and no other
+        assert weights != same
+        assert len({weights, same}) == 2
+    weights.close()
+    assert weights, "true, and neither empty nor closed to this"
+    for use in (lambda: len(weights), lambda: list(weights), lambda: "one" in weights):
+        with pytest.raises(ClosedError):
+            use()
 
 
 def test_metadata_and_tensors_are_read_only_mappings(weights: Weights) -> None:

@@ -220,6 +220,20 @@ um_status um_block_lock(um_block *block, um_lock lock, um_error *err) {
     return UM_OK;
 }
 
+/* The kernel reads no more at a call than its read-ahead and the largest request of the disk. */
+enum { ASKED_AT_ONCE = 512 << 10 };
+
+void um_block_will_need(const um_block *block, size_t offset, size_t nbytes) {
+    size_t end = offset + nbytes;
+    for (size_t at = offset / block->step_nbytes * block->step_nbytes; at < end;) {
+        size_t left = end - at, n = left < ASKED_AT_ONCE ? left : ASKED_AT_ONCE;
+        if (um__os_advise((char *)block->base + at, n, UM__OS_WILLNEED) != 0) {
+            return;
+        }
+        at += n;
+    }
+}
+
 um_status um_block_advise(um_block *block, um_advice advice, um_error *err) {
     static const um__os_advice advices[] = {
         [UM_ADVICE_WILLNEED] = UM__OS_WILLNEED, [UM_ADVICE_SEQUENTIAL] = UM__OS_SEQUENTIAL,

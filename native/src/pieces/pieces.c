@@ -839,7 +839,7 @@ static bool fill_tables(um_pieces *pieces, const um_pieces_spec *spec) {
             (um__piece){.slot = UM__NO_SLOT, .pool = spec->pool_of[i], .first_range = n_ranges};
         n_ranges += spec->pools[spec->pool_of[i]].n_parts;
     }
-    pieces->ranges = array(&failed, n_ranges, sizeof(um_pieces_range));
+    pieces->ranges = failed ? NULL : array(&failed, n_ranges, sizeof(um_pieces_range));
     if (!failed) {
         memcpy(pieces->ranges, spec->ranges, n_ranges * sizeof(um_pieces_range));
     }

@@ -130,6 +130,7 @@ cdef extern from "unimem.h" nogil:
                                      unsigned n_threads, const int *cpus, um_error *err)
     um_status um_block_collapse(um_block *block, um_error *err)
     um_status um_block_advise(um_block *block, um_advice advice, um_error *err)
+    void um_block_will_need(const um_block *block, size_t offset, size_t nbytes)
     um_status um_block_verify(const um_block *block, um_placement *out, um_error *err)
     um_status um_block_repair(um_block *block, uint64_t *out_nbytes, um_error *err)
     um_status um_block_resident(const um_block *block, size_t offset, size_t nbytes,

@@ -87,6 +87,13 @@ _TEXTS: dict[str, tuple[tuple[str, ...], str]] = {
         "Tokens that engines on unimem have computed: of prompts, and generated ones.",
     ),
     "unimem_kv_tokens": (_PROCESS, "Tokens in the KV caches of these engines."),
+    "unimem_pieces_total": (
+        (*_PROCESS, "kind"),
+        "Pieces of streamed weights that these engines have used: hits were in memory, misses had "
+        "to be read.",
+    ),
+    "unimem_piece_read_bytes_total": (_PROCESS, "Bytes read for them."),
+    "unimem_piece_wait_seconds_total": (_PROCESS, "Time that threads have waited for them."),
     "unimem_pressure_ratio": (
         ("source", "kind"),
         "Share of the last 10 seconds in which some, or all, threads waited for memory (PSI).",
@@ -271,6 +278,13 @@ def _of_sample(sample: Sample) -> Iterator[_Value]:
             yield "unimem_tokens_total", (*who, kind), n
     if (n := sample.published.get("kv_tokens")) is not None:
         yield "unimem_kv_tokens", who, n
+    for kind, name in (("hit", "piece_hits"), ("miss", "piece_misses")):
+        if (n := sample.published.get(name)) is not None:
+            yield "unimem_pieces_total", (*who, kind), n
+    if (n := sample.published.get("piece_read_bytes")) is not None:
+        yield "unimem_piece_read_bytes_total", who, n
+    if (n := sample.published.get("piece_waited_ns")) is not None:
+        yield "unimem_piece_wait_seconds_total", who, n / 1e9
     for each in sample.pressure:
         yield "unimem_pressure_ratio", (each.source, "some"), each.some_percent / 100
         yield "unimem_pressure_ratio", (each.source, "full"), each.full_percent / 100

@@ -45,8 +45,14 @@ __all__ = [
 
 NAME = "unimem-ledger"
 NBYTES = 256 << 10
-# The columns of a row that are summed. The first two only increase.
-COUNTERS = ("n_prompt_tokens", "n_generated_tokens", "kv_active_bytes", "kv_tokens")
+# The columns of a row that are summed. The last four are of streamed weights; these and the first
+# two only increase.
+COUNTERS = tuple(
+    """
+    n_prompt_tokens n_generated_tokens kv_active_bytes kv_tokens
+    piece_hits piece_misses piece_read_bytes piece_waited_ns
+""".split()
+)
 
 _MAGIC = b"unimem\0L"
 _VERSION = 1
@@ -56,6 +62,8 @@ _HEAD = struct.Struct("=8sIIQIIII")
 _ROWS_AT = 64
 _TEXT_AT = 4096
 _COLUMNS = (*COUNTERS, "kv_address")
+_KV_ADDRESS = len(COUNTERS)
+_PIECES = slice(4, 8)
 _ROW_BYTES = 8 * len(_COLUMNS)
 _N_ROWS = (_TEXT_AT - _ROWS_AT) // _ROW_BYTES
 _ROOM = NBYTES - _TEXT_AT
@@ -108,7 +116,7 @@ class Tally:
         sets.
     """
 
-    __slots__ = ("__weakref__", "_cells")
+    __slots__ = ("__weakref__", "_cells", "_pieces_before")
 
     def __init__(self, kv_address: int = 0) -> None:
         self._cells = _private_cells()
@@ -116,7 +124,8 @@ class Tally:
         with _lock:
             if _shared is not None and _shared.free_rows:
                 self._cells = _shared.free_rows.pop()
-            self._cells[4] = kv_address
+            self._cells[_KV_ADDRESS] = kv_address
+            self._pieces_before = self._cells[_PIECES].tolist()
             _tallies.add(self)
 
     def count(self, n_prompt: int, n_generated: int) -> None:
@@ -131,13 +140,21 @@ class Tally:
         cells[2] = nbytes
         cells[3] = n_tokens
 
+    def stream(self, hits: int, misses: int, read_bytes: int, waited_ns: int) -> None:
+        """Note what the stream of the engine's weights has counted since this tally began."""
+        cells, before = self._cells, self._pieces_before
+        cells[4] = before[0] + hits
+        cells[5] = before[1] + misses
+        cells[6] = before[2] + read_bytes
+        cells[7] = before[3] + waited_ns
+
     def end(self) -> None:
         """Give the row back. Ending twice is no error; a collected tally ends by itself."""
         with _lock:
             self.hold(0, 0)
             cells, self._cells = self._cells, _private_cells()
             if _shared is not None and cells.obj is _shared.memory.obj:
-                cells[4] = 0
+                cells[_KV_ADDRESS] = 0
                 _shared.free_rows.append(cells)
                 _shared.write()
 

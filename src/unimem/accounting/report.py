@@ -18,6 +18,7 @@ from unimem.accounting.row import Mapping, Row, find_row, in_order, plain
 from unimem.base.text import Surface
 from unimem.system.heap import malloc_bytes
 from unimem.system.process import Area, Process, counters, read_process
+from unimem.weights.stream.stream import open_streams
 
 __all__ = ["Mapping", "Report", "Row", "report"]
 
@@ -167,6 +168,8 @@ def report(pid: int | None = None) -> Report:
     }
     if number != os.getpid():
         return Report(rows, facts, mappings)
+    if streams := open_streams():
+        facts["streams"] = [stream.to_dict() for stream in streams]
     malloc = malloc_bytes()
     if malloc is not None:
         facts["malloc_bytes"] = malloc._asdict()

@@ -43,7 +43,7 @@ _SHORTFALLS = {
 _WIDE = 110  # columns, enough for the high water
 
 # Facts that the page writes in other words, or as sums.
-_IN_WORDS = {"models", "counters", "problem", "minor_faults", "major_faults", "exec"}
+_IN_WORDS = {"models", "counters", "problem", "minor_faults", "major_faults", "exec", "streams"}
 _OF_PROCESS = {"pid", "name", "command", "source", "n_threads", "n_entries_left_out"}
 _OF_PROCESS |= {"rss_bytes", "pss_bytes", "swapped_bytes"}
 
@@ -101,8 +101,24 @@ def _heading(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             f"{counters[name]:,} {text}" for name, text in _COUNTERS.items() if name in counters
         ]
         yield "engine", ", ".join(counted)
+        if counters.get("piece_hits", 0) + counters.get("piece_misses", 0):
+            names = ("hits", "misses", "read_bytes", "waited_ns")
+            yield "streams", _streamed({name: counters[f"piece_{name}"] for name in names})
+    for stream in facts.get("streams", ()):
+        of, budget = format_bytes(stream["resident_bytes"]), format_bytes(stream["budget_bytes"])
+        yield "streams", f"{stream['path']} ({of} of a budget of {budget}; {_streamed(stream)})"
     if problem := facts.get("problem"):
         yield "problem", problem
+
+
+def _streamed(counts: Mapping[str, int]) -> str:
+    """Write what streamed weights have read."""
+    hits, all_ = counts["hits"], counts["hits"] + counts["misses"]
+    share = f", {hits / all_:.1%}" if all_ else ""
+    return (
+        f"{hits:,} of {all_:,} pieces were in memory{share}; {format_bytes(counts['read_bytes'])} "
+        f"read, {counts['waited_ns'] / 1e9:.1f} s waited"
+    )
 
 
 def _about(model: Mapping[str, Any]) -> Iterator[str]:

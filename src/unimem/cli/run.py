@@ -63,6 +63,7 @@ from unimem.weights.tensors import headers_of
 if TYPE_CHECKING:
     from unimem.engine import Decoder
     from unimem.engine.sampling import Sampling
+    from unimem.engine.text.tokenizer import Tokenizer
 
 __all__ = ["SCHEMA", "run"]
 
@@ -273,6 +274,7 @@ def run(
     path = embedded_model() if model is None else path_or_url(model)
     started = time.perf_counter()
     not_saved: BaseException | None = None
+    tokenizer = _check(path, options)
     with (
         Fallbacks(verbose=verbose) as fallbacks,
         # RAM of the store would end with this process; the page cache stays.
@@ -286,6 +288,7 @@ def run(
             _new_decoder(weights, layout, plan, options, prefixes) as decoder,
             _governing(decoder, options) as governor,
         ):
+            decoder._tokenizer = tokenizer
             talk = _talk(decoder, prompt or "", options, tokens)
             _warm(weights, plan)  # last: errors are reported at once
             fallbacks.show(plan)
@@ -352,18 +355,25 @@ def _save(decoder: Decoder, talk: Talk, path: str) -> None:
     talk.n_saved = decoder.kv.seq_len
 
 
+def _check(path: Path | str, options: Options) -> Tokenizer:
+    """Return the model's tokenizer; refuse what the engine does not run before data is read."""
+    from unimem.engine.model import Model, UnsupportedModel
+    from unimem.engine.text.tokenizer import Tokenizer
+
+    with open_files(path) as files:
+        contents = headers_of(files)
+        try:
+            model = Model.from_weights(contents)
+        except UnsupportedModel as error:
+            for line in other_ways(path, options.ctx, options.kv_dtype):
+                error.add_note(line)
+            raise
+        model.rotates(options.rotate, *kv_pair(options.kv_dtype))  # or it raises
+        return Tokenizer.from_metadata(contents.metadata)
+
+
 def _load(path: Path | str, options: Options) -> Layout:
     """Make the layout, and read the model into memory of its own, or map it."""
-    from unimem.engine.model import Model, UnsupportedModel
-
-    try:
-        with open_files(path) as files:
-            model = Model.from_weights(headers_of(files))  # an unsupported model is not read
-    except UnsupportedModel as error:
-        for line in other_ways(path, options.ctx, options.kv_dtype):
-            error.add_note(line)
-        raise
-    model.rotates(options.rotate, *kv_pair(options.kv_dtype))  # or it raises
     asked = {name: getattr(options, name) for name in _LAYOUT_OPTIONS}
     with terminal.updates("loading") as progress, check_window():
         return Layout.for_model(path, progress=progress, **asked)

@@ -18,11 +18,10 @@ from numpy.typing import NDArray
 from unimem.backends import ggml
 from unimem.buffers.buffer_plan import BufferPlan, BufferUse
 from unimem.engine.model import Model
-from unimem.engine.pieces_op import experts_address, layer_address
 from unimem.engine.rotation_op import node_address, rotation_block
 from unimem.planning.needs import nodes_bound
 
-__all__ = ["Arrays", "Graph", "Headers", "KVLane", "Mask", "view"]
+__all__ = ["Arrays", "Bringer", "Graph", "Headers", "KVLane", "Mask", "view"]
 
 _WORD = 8
 _ROPE_MODES = {"normal": ggml.ROPE_NORMAL, "neox": ggml.ROPE_NEOX}
@@ -57,6 +56,13 @@ class KVLane(NamedTuple):
     head_stride: int
 
 
+class Bringer(NamedTuple):
+    """The addresses of a function for ``ggml_map_custom1``, and of its `userdata`."""
+
+    function: int
+    data: int
+
+
 class Headers:
     """ggml's headers of the weights and of the cache's parts, in `nbytes` at `address`.
 
@@ -64,8 +70,9 @@ class Headers:
     has the part of each layer, its keys and its values. `n_rows` has the rows of a
     lane for each part, and `kv_kinds` ggml's types of K and V.
 
-    `readers` has what reads the streamed weights of a layer, by its prefix such as ``"blk.0"``: an
-    address for the node of `pieces_op`. It may be filled until graphs are made.
+    `layers` and `experts` have what brings the weights of a layer, or the experts that were chosen
+    there, from the disk, by the layer's prefix such as ``"blk.0"``. They may be filled until graphs
+    are made.
     """
 
     def __init__(
@@ -82,7 +89,8 @@ class Headers:
         self.context = ggml.new_context(address, nbytes)
         self.n_rows = n_rows
         self.rotates = rotates
-        self.readers: dict[str, int] = {}
+        self.layers: dict[str, Bringer] = {}
+        self.experts: dict[str, Bringer] = {}
         self.weights = {
             name: self._header(kind, ne, data) for name, (kind, ne, data) in tensors.items()
         }
@@ -311,7 +319,7 @@ class _Builder:
         n_layers = self._model.dims.num_layers
         for layer in range(n_layers):
             blk = f"blk.{layer}"
-            x = self._read_layer(blk, x)
+            x = self._bring(self._headers.layers.get(blk), x)
             attended = self._attention(layer, self._norm(x, f"{blk}.attn_norm"))
             if layer == n_layers - 1:
                 # The rest of the last layer computes only the token that gets logits.
@@ -428,7 +436,10 @@ class _Builder:
         shares = ggml.reshape_2d(context, shares, n_used, n)
         total = ggml.clamp(context, ggml.sum_rows(context, shares), _LEAST_SUM, math.inf)
         shares = ggml.reshape_3d(context, ggml.div(context, shares, total), 1, n_used, n)
-        chosen = self._read_experts(blk, chosen, shares)
+        if blk in self._headers.experts:
+            # They may replace the numbers of experts by slots; ggml knows no such dependency.
+            ggml.expand(self.graph, shares)
+        chosen = self._bring(self._headers.experts.get(blk), chosen)
         x = ggml.reshape_3d(context, x, hidden, 1, n)
         up, gate = (
             ggml.mul_mat_id(context, self._weights[f"{blk}.ffn_{name}_exps.weight"], x, chosen)
@@ -446,20 +457,9 @@ class _Builder:
             one = ggml.add(context, one, other)
         return int(one if others else ggml.cont(context, one))
 
-    def _read_experts(self, blk: str, chosen: int, shares: int) -> int:
-        """Replace the numbers of chosen experts by their slots, if the experts are streamed.
-
-        `shares` are computed from the numbers before: ggml knows no such dependency.
-        """
-        reader = self._headers.readers.get(blk)
-        if reader is None:
-            return chosen
-        ggml.expand(self.graph, shares)
-        return int(ggml.map_custom1_inplace(self._context, chosen, experts_address, 1, reader))
-
-    def _read_layer(self, blk: str, x: int) -> int:
-        """Have the weights of a layer read before x is used, if they are streamed as a whole."""
-        reader = self._headers.readers.get(blk)
-        if reader is None or self._kind.is_mixture:
-            return x
-        return int(ggml.map_custom1_inplace(self._context, x, layer_address, 1, reader))
+    def _bring(self, bringer: Bringer | None, values: int) -> int:
+        """Bring weights from the disk between the making of these values and their use."""
+        if bringer is None:
+            return values
+        function, data = bringer
+        return int(ggml.map_custom1_inplace(self._context, values, function, 1, data))

@@ -10,6 +10,8 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from unimem._core.block import Block
 from unimem.backends import ggml
+from unimem.engine.advice_op import Advice
+from unimem.engine.advised import add_advice, has_room
 from unimem.engine.graph import Headers
 from unimem.engine.model import Model
 from unimem.engine.pieces_op import PieceReader
@@ -178,6 +180,7 @@ class ModelMemory:
         self.repacked: Repacked | None = None
         self.reader: Reader | None = None
         self.pieces: PieceReader | None = None
+        self._advice: list[Advice] = []
         self.is_owned = not isinstance(path_or_weights, Weights)
         reason = None
         layout = asked.layout
@@ -254,11 +257,14 @@ class ModelMemory:
     def adopt(self, headers: Headers, batch: int) -> None:
         """Point ggml's headers at the repacked tensors, or at the slots of streamed ones.
 
-        `pieces` reads those from then on, for up to `batch` tokens at once.
+        `pieces` reads those from then on, for up to `batch` tokens at once. The kernel is asked for
+        mapped tensors that have no room before they are used.
         """
         stream = self.weights.stream
         if stream is not None:
             self.pieces = read_pieces(headers, self.model, self.tensors, stream, batch)
+        elif self.load == "map" and not has_room(self.weights):
+            self._advice = add_advice(headers, self.model, self.tensors)
         if self.repacked is not None:
             for name in self.repacked.tensors:
                 self.repacked._adopt(headers.weights[name], name)
@@ -283,6 +289,7 @@ class ModelMemory:
 
         An image that is being written is completed first, or dropped if `kind` is an exception.
         """
+        self._advice = []  # it keeps mappings
         try:
             if self.pieces is not None:
                 self.pieces.close()

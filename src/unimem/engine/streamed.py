@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from unimem.backends import ggml
-from unimem.engine.pieces_op import PieceReader
+from unimem.engine.graph import Bringer, Headers
+from unimem.engine.pieces_op import PieceReader, experts_address, layer_address
 from unimem.weights.tensors import StreamedTensor, Tensor
 
 if TYPE_CHECKING:
-    from unimem.engine.graph import Headers
     from unimem.engine.model import Model
     from unimem.weights.stream.stream import Stream
 
@@ -61,7 +61,8 @@ def read_pieces(
                 header.nb = *header.nb[:2], stride, stride * header.ne[2]
             # The last layer computes a single token.
             after = firsts[i + 1] if i + 2 < len(layers) else -1
-            headers.readers[f"blk.{i}"] = reader.experts(first, of_layer[0].n, after)
+            node = reader.experts(first, of_layer[0].n, after)
+            headers.experts[f"blk.{i}"] = Bringer(experts_address, node)
         else:
             offsets = {
                 headers.weights[name]: pieces.part_offset(kind, tensor._place.part)
@@ -71,9 +72,8 @@ def read_pieces(
             # One layer is read while another one is computed, and the next token follows.
             later = [piece for piece in (*firsts[i + 1 :], *firsts[:i]) if piece >= 0]
             pool = pieces.address(kind), stride
-            headers.readers[f"blk.{i}"] = reader.layer(
-                first, pool, offsets, later[: _ahead(stream)]
-            )
+            node = reader.layer(first, pool, offsets, later[: _ahead(stream)])
+            headers.layers[f"blk.{i}"] = Bringer(layer_address, node)
     return reader
 
 

@@ -479,6 +479,7 @@ class _Planner:
     def _new_plan(self, options: PlanOptions, **figures: Any) -> Plan:
         numa = options.placement.get("numa")
         checks, shape = figures["checks"], self._source.shape
+        is_own = options.engine == "unimem"
         assert options.threads is not None  # since `plan`
         return Plan(
             advice=(),
@@ -495,6 +496,8 @@ class _Planner:
             layers=shape.layers,
             engine=options.engine or "unimem",
             slots=None if options.slots is None else str(options.slots),
+            no_tokenizer=self._source.no_tokenizer if is_own else None,
+            unhashed_bytes=self._source.unhashed_bytes if is_own else 0,
             is_counted=shape.is_counted and (self._beside is None or self._beside.is_counted),
             **figures,
         )

@@ -168,6 +168,12 @@ class Plan:
         the context.
     is_counted : bool
         Whether the rows have all that its layers keep.
+    no_tokenizer : str or None
+        Why `unimem run` cannot tokenize the text of the model, with the key of the file, and what
+        works all the same; None if it can, or if the engine is another one.
+    unhashed_bytes : int
+        Bytes of weights that the first `Decoder` with a store, or with a session to save or to
+        resume, reads to hash them; 0 if their hash is known, or if the engine is another one.
     model_ctx : int or None
         The model's own context, if its header has it.
     layers : tuple of KeptRows or KeptState
@@ -203,6 +209,8 @@ class Plan:
     is_counted: bool = True
     weights_budget: int | None = None
     reading: Reading | None = None
+    no_tokenizer: str | None = None
+    unhashed_bytes: int = 0
 
     def __getitem__(self, category: str) -> Row:
         """Return the row of a category: of main memory, else of the first device that has one.
@@ -354,6 +362,7 @@ def is_as_asked(plan: Plan) -> bool:
 # ---- what people read ---------------------------------------------------------------------------
 
 _INDENT = 3  # of text to be typed
+_NOTICED = 64 << 20  # bytes: fewer are hashed in a tenth of a second
 _EXACT = 10 * 1024  # contexts below are written exactly, others in units of 1024
 
 
@@ -454,6 +463,8 @@ def _facts(plan: Plan, path: str) -> dict[str, str]:
         "load": f"{plan.load}: {plan.load_reason}",
         "machine": known.get("machine") or "",
         "image": known.get("image") or "",
+        "text": plan.no_tokenizer or "",
+        "hash": _hashing(plan.unhashed_bytes),
         "pages": plan.pages if plan.pages != "auto" else "",
         "numa": known.get("numa") or plan.numa or "",
     }
@@ -465,6 +476,13 @@ def _fetched(known: dict[str, Any]) -> str:
     if "read_bytes" not in known:
         return ""
     return f"{format_bytes(known['read_bytes'])} of {format_bytes(known['file_bytes'])}"
+
+
+def _hashing(nbytes: int) -> str:
+    """Say what it costs to hash the weights, which sessions and stores are bound to."""
+    if nbytes < _NOTICED:
+        return ""
+    return f"not known yet: a session or store first reads {format_bytes(nbytes)} of weights"
 
 
 def _memory_lines(surface: Surface, plan: Plan) -> Iterator[str]:

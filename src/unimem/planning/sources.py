@@ -6,9 +6,11 @@ import mmap
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from unimem._core.block import Block
+from unimem.engine.text.pre_tokenizers import unsupported_tokenizer
 from unimem.kv.types import block_values, round_up, row_bytes_of
 from unimem.models import shapes
 from unimem.planning.gpu_bytes import bytes_needed
@@ -26,6 +28,7 @@ from unimem.weights.repack.image_search import look
 from unimem.weights.repack.repack import why_nothing
 from unimem.weights.safetensors import SafetensorsHeader
 from unimem.weights.tensors import Contents, headers_of
+from unimem.weights.whole_hash import is_hash_known
 
 if TYPE_CHECKING:
     from unimem.models.dims import ModelDims
@@ -72,6 +75,14 @@ class ModelSource(Protocol):
     streamed: StreamedWeights | None
     """The pieces and the budget of the last `mode` that was "stream"."""
 
+    @property
+    def no_tokenizer(self) -> str | None:
+        """Why the engine cannot tokenize the model's text; None if it can."""
+
+    @property
+    def unhashed_bytes(self) -> int:
+        """Bytes that the engine's first session or store reads for the hash of the weights."""
+
     def mode(
         self, load: EngineLoad, placement: PlacementOptions, budget: Budget, *, repacks: bool = True
     ) -> ModeChoice:
@@ -115,6 +126,8 @@ class DimsSource:
     """Estimated weights of a dense model. For one thread."""
 
     streamed: StreamedWeights | None = None
+    no_tokenizer = None
+    unhashed_bytes = 0
 
     def __init__(self, dims: ModelDims) -> None:
         self.shape = shapes.from_dims(dims, None, (_ESTIMATED,))
@@ -179,6 +192,19 @@ class _HeaderSource:
         self._repacked: RepackedPart | None = None
         self.streamed: StreamedWeights | None = None
         self.shape, self.facts = _describe(contents, files, index)
+        self._is_here = True
+
+    @cached_property
+    def no_tokenizer(self) -> str | None:
+        """Why the engine cannot tokenize the model's text; None if it can."""
+        return unsupported_tokenizer(self._contents.metadata) if self.shape.is_run else None
+
+    @cached_property
+    def unhashed_bytes(self) -> int:
+        """Bytes that the engine's first session or store reads for the hash of the weights."""
+        if not self.shape.is_run or (self._is_here and is_hash_known(self._contents)):
+            return 0
+        return self._contents.nbytes
 
     def pieces(self, budget: Budget) -> StreamedWeights | None:
         """Return the pieces that the model could be streamed by; None without any."""

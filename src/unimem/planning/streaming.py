@@ -130,9 +130,9 @@ class StreamedWeights:
     @classmethod
     def of_weights(cls, weights: Weights) -> StreamedWeights | None:
         """Return what opened weights stream; None if they are not streamed."""
-        if weights.load != "stream":
-            return None
         stream = weights.stream
+        if stream is None:
+            return None
         types = weights._types_in_memory()
         del types["slots"]
         return cls(weights, StreamPlan(stream._table, stream._budget, types, [], 0), is_open=True)

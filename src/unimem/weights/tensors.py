@@ -238,8 +238,8 @@ class StreamedTensor(Tensor):
         numpy.ndarray
             Read-only, with a slot for each first index: behind it the dtype and the shape of one
             piece as in `Tensor.as_array`. What a slot holds changes with each `ensure`. It shows
-            the slots of now: take it anew after `Stream.resize`, which live views keep from making
-            the pool smaller.
+            the slots of now: take it anew after `Stream.resize`, since slots that went read as
+            zeros.
 
         Raises
         ------

@@ -14,6 +14,8 @@ from unimem.system.process import Counters
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 DECODER = {"n_prompt_tokens": 100, "n_generated_tokens": 500, "kv_active_bytes": 0, "kv_tokens": 0}
+PIECES = {"piece_hits": 900, "piece_misses": 100, "piece_read_bytes": 5 << 20}
+DECODER |= PIECES | {"piece_waited_ns": 2_500_000_000}
 MACHINE = Limit("memory of the machine", 24 * GIB, 9 * GIB, "")
 CGROUP = Limit("cgroup /system.slice/a-service-with-a-long-name.service", 4 * GIB, 3800 * MIB, "")
 

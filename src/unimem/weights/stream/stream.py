@@ -22,13 +22,14 @@ from unimem.system.placement import PlacementOptions
 from unimem.weights.stream.budget import Budget, plan_budget
 from unimem.weights.stream.piece_table import WINDOW, PieceTable, Place
 
-__all__ = ["Stream", "StreamedFiles"]
+__all__ = ["Stream", "StreamedFiles", "open_streams"]
 
 _CATEGORY = "weights:slots"
 # How long a smaller pool waits for threads that compute with pieces in its last slots.
 _PATIENCE_SECONDS, _LOOK_SECONDS = 0.25, 0.002
 # The shares of the memory beyond the least that are given back, the next if threads use too much.
 _GIVEN_BACK = (1 / 4, 1 / 8, 1 / 16)
+_FIGURES = "budget_bytes resident_bytes hits misses read_bytes waited_ns".split()
 
 
 class StreamedFiles(NamedTuple):
@@ -113,6 +114,7 @@ class Stream:
         )
         self._pins: list[Holder] = []
         self._row: _SlotRow | None = _SlotRow(self._pieces, budget.slot_bytes)
+        _streams.add(self)
 
     # ---- figures --------------------------------------------------------------------------------
 
@@ -155,6 +157,10 @@ class Stream:
     def waited_ns(self) -> int:
         """Nanoseconds that calls have waited for the disk, the sum over threads."""
         return self._stat("waited_ns")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the path and the figures, plain numbers."""
+        return {"path": self.path} | {name: getattr(self, name) for name in _FIGURES}
 
     def _stat(self, name: str) -> int:
         return int(self._pieces.stat()[name])  # type: ignore[literal-required]
@@ -259,6 +265,9 @@ class Stream:
                     if time.monotonic() > end:
                         raise
                     time.sleep(_LOOK_SECONDS)
+            if budget.slots[i] > now[i]:
+                block, begin = self._blocks[i], now[i] * self._pieces.stride(i)
+                block._warm_range(begin, block.committed_bytes - begin)
 
     def _pin(self, progress: Callable[[int], object] = lambda _: None) -> None:
         """Read the blocks of a model without experts that stay in memory, evenly spread.
@@ -324,6 +333,15 @@ class Stream:
             f"Stream('{self.path}', {format_bytes(self.resident_bytes)} in memory of a budget of "
             f"{format_bytes(self.budget_bytes)}, {self.hits:,} hits, {self.misses:,} misses)"
         )
+
+
+_streams: WeakSet[Stream] = WeakSet()
+
+
+def open_streams() -> list[Stream]:
+    """Return the streams of this process that are open, by path."""
+    found = [stream for stream in list(_streams) if not stream._pieces.closed]
+    return sorted(found, key=lambda stream: stream.path)
 
 
 def _numbers(place: Place, ids: Any, name: str) -> NDArray[np.int32]:
