@@ -110,7 +110,20 @@ def test_what_a_case_measures(invented: Started, tmp_path: Path, monkeypatch: Pa
     # What stays, 35 % of the experts, and for the cgroup the process and a reserve.
     assert invented.options[STREAMED]["budget"] == 400 + 210
     assert set(invented.limits) == {610 + 5000 + stream.SPARE_BYTES}
-    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
+    copies = sorted(path.name for path in tmp_path.glob("copy-*"))
+    assert copies == [
+        f"copy-{name}-model.gguf"
+        for name in ("llamacppmapped", "llamacppmappedlazy", "unimemmapped", "unimemstreamed")
+    ]
+
+
+def test_a_side_has_one_copy(tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf", "b.gguf"):
+        path = tmp_path / name
+        path.write_bytes(name.encode())
+        copy = stream._copy(path, "llama.cpp, mapped")
+        assert copy.read_bytes() == name.encode()
+        assert list(tmp_path.glob("copy-*")) == [copy]
 
 
 def test_sides_compute_the_same_tokens_and_no_text_twice(

@@ -9,10 +9,11 @@ reads ahead decides about mapped files, so it is set.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -201,24 +202,34 @@ def _limited(
     options = dict(way.options)
     if options.get("load") == "stream":
         options["budget"] = budget
+    own_bytes = _own_bytes(way.kind, found.path, work.batch, n_threads)
+    limit = budget + own_bytes + SPARE_BYTES
+    measure.fact(f"{name}: cgroup_bytes", limit)
+    copy = _copy(found.path, name)
+    states.drop(copy)  # pages are charged to the cgroup that reads them
+    with limited_cgroup(limit) as group, _start(name, copy, options, n_threads, group) as side:
+        yield side
+
+
+def _copy(path: Path, name: str) -> Path:
+    """Return a side's copy of a model, and remove the one that it had of another model."""
     label = "".join(letter for letter in name if letter.isalnum())
-    with files.downloaded(found.path, label) as copy:
-        own_bytes = _own_bytes(way.kind, copy, work, n_threads)
-        limit = budget + own_bytes + SPARE_BYTES
-        measure.fact(f"{name}: cgroup_bytes", limit)
-        states.drop(copy)  # pages are charged to the cgroup that reads them
-        with limited_cgroup(limit) as group, _start(name, copy, options, n_threads, group) as side:
-            yield side
+    copy = path.with_name(f"copy-{label}-{path.name}")
+    for other in path.parent.glob(f"copy-{label}-*"):
+        if other != copy:
+            other.unlink()
+    return files.made_once(copy, lambda unfinished: shutil.copyfile(path, unfinished))
 
 
-def _own_bytes(kind: str, path: Path, work: Work, n_threads: int) -> int:
+@cache
+def _own_bytes(kind: str, path: Path, batch: int, n_threads: int) -> int:
     """Return the memory of a process beside the weights: Python, KV cache and scratch."""
     options = dict(WAYS[MAPPED if kind == "unimem" else LLAMA].options)
     with (
         limited_cgroup(3 * path.stat().st_size + (1 << 30)) as group,
         _start(kind, path, options, n_threads, group) as side,
     ):
-        side.batches([[300] * work.batch], MOST_PREFILL_S)
+        side.batches([[300] * batch], MOST_PREFILL_S)
         fields = kernel_files.read_fields(f"{group}/memory.stat", " ")
         return int(fields.get("total_rss", fields.get("anon", "0")))
 
