@@ -4,7 +4,6 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "gguf.h"
 #include "llama.h"
@@ -70,13 +69,12 @@ static bool see_experts(struct ggml_tensor *tensor, bool ask, void *data) {
     return true;
 }
 
-/* Returns how many different experts were used in all layers since the last call. */
+/* Returns how many different experts were used so far, in all layers together. */
 int32_t peer_experts(void) {
     int32_t n = 0;
     for (int layer = 0; layer < MOST_LAYERS; layer++)
         for (int expert = 0; expert < MOST_EXPERTS; expert++)
             n += experts[layer][expert];
-    memset(experts, 0, sizeof(experts));
     return n;
 }
 

@@ -37,8 +37,8 @@ class TimedProcess:
     """A process that decodes and reports the time of its tokens; leaving its ``with`` ends it.
 
     `words` is a result of `command`, perhaps with a program before it that runs it. `facts` is what
-    it reported when ready: ``load``, and ``start_s`` in seconds. TimedProcessError if it ends
-    before.
+    it reported when ready: ``load``, ``start_s`` in seconds, and ``counts`` after the prompt.
+    TimedProcessError if it ends before.
     """
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str] | None = None) -> None:

@@ -2,9 +2,10 @@
 
 `unimem_bench.timed` starts it by its path, so that no library is loaded but the one measured. The
 model is an argument of its own, which ``unimem exec --stage`` replaces. The first line that it
-prints says how the model was loaded, and how long the start took. Then it answers requests from
-standard input, a line of JSON each: ``{"n": tokens, "seconds": at most}``; or ``{"batches":
-[[token, ...], ...], "seconds": at most}``, for the time of each batch in one conversation.
+prints says how the model was loaded, how long the start took, and its counts. Then it answers
+requests from standard input, a line of JSON each: ``{"n": tokens, "seconds": at most}``; or
+``{"batches": [[token, ...], ...], "seconds": at most}``, for the time of each batch in one
+conversation.
 """
 
 from __future__ import annotations
@@ -106,7 +107,6 @@ class TimedLlamaCpp:
         loaded = api.Library(library)
         self._context = api.Conversation(api.PeerModel(loaded, model, given), given)
         self._experts = loaded.c.peer_experts if sees_experts else None
-        self._n_experts = 0
         self.start_s = time.perf_counter() - start
         self.load = str(wanted)
 
@@ -120,11 +120,8 @@ class TimedLlamaCpp:
         self._context.decode(tokens)
 
     def counts(self) -> dict[str, int]:
-        """As `TimedSide.counts`: the different experts between two calls."""
-        if self._experts is None:
-            return {}
-        self._n_experts += self._experts()
-        return {"experts": self._n_experts}
+        """As `TimedSide.counts`: the different experts that were used."""
+        return {} if self._experts is None else {"experts": self._experts()}
 
 
 def measure(side: TimedSide, n: int, seconds: float) -> dict[str, Any]:
@@ -175,7 +172,7 @@ def main() -> None:
         model, **json.loads(options)
     )
     side.begin()
-    answer: dict[str, Any] = {"load": side.load, "start_s": side.start_s}
+    answer: dict[str, Any] = {"load": side.load, "start_s": side.start_s, "counts": side.counts()}
     while True:
         time.sleep(SETTLE_S)
         answers.write(json.dumps(answer) + "\n")

@@ -114,6 +114,7 @@ class Side:
     def __init__(self, model, **options): print(model, options)
     def begin(self): pass
     def compute(self, tokens): print("a library speaks")
+    def counts(self): return {"experts": 5}
 timed_side.TimedUnimem = Side
 sys.argv = ["side", "unimem", "m.gguf", '{"load": "map"}']
 timed_side.main()
@@ -126,7 +127,7 @@ def test_what_a_side_answers() -> None:
         [sys.executable, "-c", SIDE], input=asked, capture_output=True, text=True, check=True
     )
     first, second = map(json.loads, done.stdout.splitlines())
-    assert first == {"load": "map: so", "start_s": 0.5}
+    assert first == {"load": "map: so", "start_s": 0.5, "counts": {"experts": 5}}
     assert len(second["ms"]) == 2
     assert "m.gguf {'load': 'map'}" in done.stderr
 

@@ -41,6 +41,7 @@ from unimem_bench.suite import (
     faster_than_best,
 )
 from unimem_bench.timed import TimedProcess, TimedProcessError
+from unimem_bench.timed_side import PROMPT
 from unimem_bench.trained_mixture import TRAINED, trained_mixture
 
 SUITE = Suite("stream", "How fast is a model that is larger than memory?")
@@ -274,20 +275,27 @@ def distinct_experts(measure: Measure, routing: Routing) -> None:
     """Count the experts that a layer uses in 75 tokens, in both libraries."""
     cpus = measure.pin(None)
     found = mixture(measure, routing)
-    batches = [[int(token)] for token in found.tokens[:N_COUNTED]]
     whole = {"load": "stream", "budget": found.path.stat().st_size + SPARE_BYTES}
-    with _start(STREAMED, found.path, whole, len(cpus)) as side:
-        # A piece that was read stays, so that the misses are the different ones.
-        side_counts = [side.batches(batches, MOST_PREFILL_S)["counts"]["misses"]]
-    measure.count(STREAMED, [each / TRAINED.layers for each in side_counts])
+    # A piece that was read stays, so that the misses are the different ones.
+    n = _counted(STREAMED, found, whole, "misses", len(cpus))
+    measure.count(STREAMED, [n / TRAINED.layers])
     try:
         seeing = {**WAYS[LLAMA].options, "sees_experts": True}
-        with _start(LLAMA, found.path, seeing, len(cpus)) as side:
-            n = side.batches(batches, MOST_PREFILL_S)["counts"]["experts"]
+        n = _counted(LLAMA, found, seeing, "experts", len(cpus))
     except (NoPeer, TimedProcessError) as reason:
         measure.leave_out(LLAMA, str(reason))
     else:
         measure.count(LLAMA, [n / TRAINED.layers], "peer")
+
+
+def _counted(
+    name: str, found: Mixture, options: Mapping[str, Any], count: str, n_threads: int
+) -> int:
+    """Compute the prompt and more tokens, and return one of the counts of all of them."""
+    tokens = found.tokens[: N_COUNTED - len(PROMPT)]
+    with _start(name, found.path, options, n_threads) as side:
+        counts = side.batches([[int(token)] for token in tokens], MOST_PREFILL_S)["counts"]
+        return int(side.facts["counts"][count] + counts[count])
 
 
 def hit(measure: Measure) -> None:
