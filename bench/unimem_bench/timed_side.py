@@ -16,6 +16,7 @@ import resource
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -168,9 +169,9 @@ def main() -> None:
     kind, model, options = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a library's own output must not mix with the answers
-    side: TimedSide = {"unimem": TimedUnimem, "llama.cpp": TimedLlamaCpp}[kind](
-        model, **json.loads(options)
-    )
+    kinds: dict[str, Callable[..., TimedSide]]
+    kinds = {"unimem": TimedUnimem, "llama.cpp": TimedLlamaCpp}
+    side = kinds[kind](model, **json.loads(options))
     side.begin()
     answer: dict[str, Any] = {"load": side.load, "start_s": side.start_s, "counts": side.counts()}
     while True:

@@ -34,7 +34,7 @@ def values(raw: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     from gguf import quants
     from gguf.constants import GGMLQuantizationType
 
-    return quants.dequantize(raw, GGMLQuantizationType.Q4_0)
+    return np.asarray(quants.dequantize(raw, GGMLQuantizationType.Q4_0))
 
 
 def test_the_experts_of_a_file(tmp_path: Path) -> None:

@@ -13,12 +13,14 @@ import pytest
 
 from support.project import tiers
 from support.project.bench_cases import case_of, roles, run_case
-from unimem_bench import mixtures, timed_side
+from unimem_bench import mixtures, states, timed_side
 from unimem_bench.llama_build import NoPeer
 from unimem_bench.mixtures import Mixture
 from unimem_bench.models import ModelShape
+from unimem_bench.suite import NotMeasured
 from unimem_bench.suites import load_suite, stream
 from unimem_bench.suites.stream import COPIED, LAZY, LIMIT, LLAMA, MAPPED, STREAMED, WAYS
+from unimem_bench.timed import TimedProcessError
 
 Patch = pytest.MonkeyPatch
 SMALL = ModelShape(
@@ -91,7 +93,7 @@ def invented(tmp_path: Path, monkeypatch: Patch) -> Started:
         "measure_speed": lambda path: Speed,
     }.items():
         monkeypatch.setattr(stream, name, value)
-    monkeypatch.setattr(stream.states, "drop", lambda path: None)
+    monkeypatch.setattr(states, "drop", lambda path: None)
     return found
 
 
@@ -164,10 +166,10 @@ def test_a_stream_that_ends_is_not_measured(
     invented: Started, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     def end(*_: Any, **__: Any) -> Any:
-        raise stream.TimedProcessError("it ended with status -9")
+        raise TimedProcessError("it ended with status -9")
 
     monkeypatch.setattr(stream, "_start", end)
-    with pytest.raises(stream.NotMeasured, match="streaming ends: it ended with status -9"):
+    with pytest.raises(NotMeasured, match="streaming ends: it ended with status -9"):
         run_case(case_of("stream/decode-uniform-own-50"), tmp_path, monkeypatch)
 
 

@@ -251,7 +251,7 @@ def all_fits(measure: Measure) -> None:
     found = mixture(measure, "uniform")
     states.require_room(memory=3 * found.path.stat().st_size)
     work = Work(partial(mixture, routing="uniform"), 100, None)
-    ways = {
+    ways: dict[str, dict[str, Any]] = {
         STREAMED: {"load": "stream", "budget": found.path.stat().st_size + SPARE_BYTES},
         COPIED: {"load": "copy"},
     }
