@@ -2,6 +2,7 @@
  * layouts in llama.h. All other functions of llama.h are called as they are. */
 #include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 
 #include "gguf.h"
@@ -20,6 +21,8 @@ struct peer_options {
     int32_t type_v;
     int32_t keeps_all; /* whether sliding layers keep tokens that they no longer see */
     int32_t n_streams;
+    int32_t lazy;         /* llama_lazy_mode */
+    int32_t sees_experts; /* whether peer_experts counts; that slows it down */
 };
 
 size_t peer_options_nbytes(void) {
@@ -38,9 +41,41 @@ struct llama_model *peer_load(const char *path, const struct peer_options *optio
         params.use_extra_bufts = options->repack != 0;
     if (options->load_mode >= 0)
         params.load_mode = (enum llama_load_mode)options->load_mode;
+    if (options->lazy >= 0)
+        params.lazy_mode = (enum llama_lazy_mode)options->lazy;
     if (options->vocab_only >= 0)
         params.vocab_only = options->vocab_only != 0;
     return llama_model_load_from_file(path, params);
+}
+
+#define MOST_LAYERS 256
+#define MOST_EXPERTS 1024
+
+/* The experts that were used, by layer. */
+static uint8_t experts[MOST_LAYERS][MOST_EXPERTS];
+
+/* Is asked for each tensor before it is computed, and called with those that it wants to see. */
+static bool see_experts(struct ggml_tensor *tensor, bool ask, void *data) {
+    int layer;
+    (void)data;
+    if (sscanf(tensor->name, "ffn_moe_topk-%d", &layer) != 1 || layer >= MOST_LAYERS)
+        return !ask;
+    for (int64_t row = 0; !ask && row < tensor->ne[1]; row++) {
+        const int32_t *used = (const void *)((const char *)tensor->data + row * tensor->nb[1]);
+        for (int64_t i = 0; i < tensor->ne[0]; i++)
+            if (used[i] >= 0 && used[i] < MOST_EXPERTS)
+                experts[layer][used[i]] = 1;
+    }
+    return true;
+}
+
+/* Returns how many different experts were used so far, in all layers together. */
+int32_t peer_experts(void) {
+    int32_t n = 0;
+    for (int layer = 0; layer < MOST_LAYERS; layer++)
+        for (int expert = 0; expert < MOST_EXPERTS; expert++)
+            n += experts[layer][expert];
+    return n;
 }
 
 struct llama_context *peer_begin(struct llama_model *model, const struct peer_options *options) {
@@ -63,6 +98,8 @@ struct llama_context *peer_begin(struct llama_model *model, const struct peer_op
         params.n_seq_max = (uint32_t)options->n_streams;
         params.kv_unified = true;
     }
+    if (options->sees_experts > 0)
+        params.cb_eval = see_experts;
     return llama_init_from_model(model, params);
 }
 

@@ -19,16 +19,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# The numbers of ggml_type and llama_load_mode.
+# The numbers of ggml_type, llama_load_mode and llama_lazy_mode.
 KV_TYPES = {
     **{"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "iq4_nl": 20},
     "bf16": 30,
 }
 LOAD_MODES = {"none": 0, "mmap": 1, "mlock": 2, "mmap+mlock": 3, "direct": 4}
+LAZY_MODES = {"off": 0, "auto": 1, "on": 2}
 DEFAULT = -1
 _LOG = ctypes.CFUNCTYPE(None, c_int, c_char_p, c_void_p)
 _OPTIONS = """
     repack load_mode vocab_only n_ctx n_ubatch n_threads flash type_k type_v keeps_all n_streams
+    lazy sees_experts
 """.split()
 
 
@@ -45,6 +47,7 @@ class Flags:
     huge_pages: bool = False
     flash: bool | None = None  # attention
     ubatch: int | None = None  # tokens that are computed at once
+    lazy: str | None = None  # of LAZY_MODES: tensors of which it reads rows when they are used
 
     def environment(self) -> dict[str, str]:
         """Return what the environment of the process must have."""
@@ -67,7 +70,8 @@ def options(flags: Flags, **others: int | bool | None) -> PeerOptions:
     """Return flags and other members of `PeerOptions`; what is missing or None is llama.cpp's."""
     mode = None if flags.load_mode is None else LOAD_MODES[flags.load_mode]
     given = {"repack": flags.repack, "load_mode": mode, "flash": flags.flash}
-    given |= {"n_ubatch": flags.ubatch, **others}
+    lazy = None if flags.lazy is None else LAZY_MODES[flags.lazy]
+    given |= {"n_ubatch": flags.ubatch, "lazy": lazy, **others}
     values = (given.get(name) for name in _OPTIONS)
     return PeerOptions(*(DEFAULT if value is None else int(value) for value in values))
 
@@ -90,6 +94,7 @@ class Library:
             ("peer_load", c_void_p, c_char_p, POINTER(PeerOptions)),
             ("peer_begin", c_void_p, c_void_p, POINTER(PeerOptions)),
             ("peer_decode", c_int, c_void_p, c_void_p, c_int32),
+            ("peer_experts", c_int32),
             ("peer_quantize", c_int, c_char_p, c_char_p, c_int32, c_int32),
             ("peer_gguf", c_void_p, c_char_p),
             ("gguf_free", None, c_void_p),

@@ -7,7 +7,7 @@ exact. Such a model writes nonsense.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -81,30 +81,47 @@ def write_model(folder: Path, shape: str, kind: Kind) -> Path:
         if what not in known:
             raise ValueError(f"no model {what!r}: expected one of {', '.join(map(repr, known))}")
 
+    dims = SHAPES[shape]
+    if kind == "mxfp4":
+        dims = replace(dims, inner=dims.inner // 4, experts=8, used=2)
+
     def write(unfinished: Path) -> None:
-        gguf = _gguf()
-        dims = SHAPES[shape]
-        if kind == "mxfp4":
-            dims = replace(dims, inner=dims.inner // 4, experts=8, used=2)
-        tensors = list(_tensors(gguf, dims, kind))
-        require_room(disk=sum(tensor.nbytes for tensor in tensors), folder=folder)
-        writer = gguf.GGUFWriter(unfinished, "qwen3moe" if dims.experts else "llama")
-        add_metadata(writer, dims)
-        writer.add_file_type(KINDS[kind])
-        add_tokenizer(writer, dims.vocab)
-        for tensor in tensors:
-            writer.add_tensor_info(
-                tensor.name, tensor.shape, np.dtype(np.void), tensor.nbytes, tensor.type
-            )
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        bits = np.random.PCG64(0)
-        for tensor in tensors:
-            writer.write_tensor_data(_content(bits, tensor))
-        writer.close()
+        write_random(unfinished, dims, kind)
 
     return made_once(folder / f"random-{shape}-{kind}.gguf", write)
+
+
+def write_random(
+    path: Path,
+    shape: ModelShape,
+    kind: Kind,
+    change: Callable[[TensorSpec, NDArray[Any]], None] = lambda tensor, content: None,
+) -> None:
+    """Write a model of a shape to `path`; a ``qwen3moe`` if it has experts.
+
+    `change` is called with each tensor and its random bytes, or float32, which it may change.
+    NotMeasured if gguf is not installed, or the disk has no room.
+    """
+    gguf = _gguf()
+    tensors = list(_tensors(gguf, shape, kind))
+    require_room(disk=sum(tensor.nbytes for tensor in tensors), folder=path.parent)
+    writer = gguf.GGUFWriter(path, "qwen3moe" if shape.experts else "llama")
+    add_metadata(writer, shape)
+    writer.add_file_type(KINDS[kind])
+    add_tokenizer(writer, shape.vocab)
+    for tensor in tensors:
+        writer.add_tensor_info(
+            tensor.name, tensor.shape, np.dtype(np.void), tensor.nbytes, tensor.type
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    bits = np.random.PCG64(0)
+    for tensor in tensors:
+        content = _content(bits, tensor)
+        change(tensor, content)
+        writer.write_tensor_data(content)
+    writer.close()
 
 
 def add_metadata(writer: Any, shape: ModelShape, other: Mapping[str, Any] | None = None) -> None:
@@ -154,7 +171,7 @@ def add_tokenizer(writer: Any, vocab: int, eos: int = 2) -> None:
     writer.add_unk_token_id(0)
 
 
-class _TensorSpec(NamedTuple):
+class TensorSpec(NamedTuple):
     """A tensor: shape in NumPy's order, a GGML type, and the standard deviation."""
 
     name: str
@@ -173,26 +190,27 @@ def _gguf() -> ModuleType:
         ) from None
 
 
-def _tensors(gguf: ModuleType, shape: ModelShape, kind: Kind) -> Iterator[_TensorSpec]:
+def _tensors(gguf: ModuleType, shape: ModelShape, kind: Kind) -> Iterator[TensorSpec]:
     """Yield the tensors of a model in the order of the file."""
     types = gguf.GGMLQuantizationType
     plain = {
         "f16": types.F16, "q8_0": types.Q8_0, "q4_0": types.Q4_0, "q4_k_m": types.Q4_K,
         "q6_k": types.Q6_K, "mxfp4": types.Q8_0,
     }[kind]  # fmt: skip
+    many = types.MXFP4 if kind == "mxfp4" else plain  # of the experts
     # Whether matrices of some layers, and the output, are Q6_K instead.
     some, head = kind == "q4_k_m", kind in ("q4_0", "q4_k_m")
 
-    def tensor(name: str, dims: tuple[int, ...], number: Any, std: float) -> _TensorSpec:
+    def tensor(name: str, dims: tuple[int, ...], number: Any, std: float) -> TensorSpec:
         block_values, block_bytes = gguf.GGML_QUANT_SIZES[number]
         nbytes = int(np.prod(dims)) // block_values * block_bytes
-        return _TensorSpec(f"{name}.weight", dims, number, nbytes, std)
+        return TensorSpec(f"{name}.weight", dims, number, nbytes, std)
 
-    def matrix(name: str, n_out: int, n_in: int, std: float, *, q6: bool = False) -> _TensorSpec:
+    def matrix(name: str, n_out: int, n_in: int, std: float, *, q6: bool = False) -> TensorSpec:
         number = types.Q6_K if q6 else plain
         return tensor(name, (n_out, n_in), number, std)
 
-    def norm(name: str) -> _TensorSpec:
+    def norm(name: str) -> TensorSpec:
         return tensor(name, (shape.hidden,), types.F32, 0.1)
 
     hidden, std = shape.hidden, shape.hidden**-0.5
@@ -220,9 +238,9 @@ def _tensors(gguf: ModuleType, shape: ModelShape, kind: Kind) -> Iterator[_Tenso
                 (shape.experts, shape.inner, hidden),
                 (shape.experts, hidden, shape.inner),
             )
-            yield tensor(f"blk.{i}.ffn_gate_exps", wide, types.MXFP4, std)
-            yield tensor(f"blk.{i}.ffn_up_exps", wide, types.MXFP4, std)
-            yield tensor(f"blk.{i}.ffn_down_exps", narrow, types.MXFP4, 3 * down)
+            yield tensor(f"blk.{i}.ffn_gate_exps", wide, many, std)
+            yield tensor(f"blk.{i}.ffn_up_exps", wide, many, std)
+            yield tensor(f"blk.{i}.ffn_down_exps", narrow, many, 3 * down)
             continue
         yield matrix(f"blk.{i}.ffn_gate", shape.inner, hidden, std)
         yield matrix(f"blk.{i}.ffn_up", shape.inner, hidden, std)
@@ -255,7 +273,7 @@ _BLOCKS = {
 }
 
 
-def _content(bits: np.random.PCG64, tensor: _TensorSpec) -> NDArray[Any]:
+def _content(bits: np.random.PCG64, tensor: TensorSpec) -> NDArray[Any]:
     """Return the bytes of a tensor."""
     if tensor.type.name == "F32":
         generator = np.random.Generator(bits)

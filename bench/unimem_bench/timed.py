@@ -37,8 +37,8 @@ class TimedProcess:
     """A process that decodes and reports the time of its tokens; leaving its ``with`` ends it.
 
     `words` is a result of `command`, perhaps with a program before it that runs it. `facts` is what
-    it reported when ready: ``load``, and ``start_s`` in seconds. TimedProcessError if it ends
-    before.
+    it reported when ready: ``load``, ``start_s`` in seconds, and ``counts`` after the prompt.
+    TimedProcessError if it ends before.
     """
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
@@ -62,9 +62,19 @@ class TimedProcess:
 
         Returns ``ms`` of each token, and ``major_faults`` of all of them.
         """
+        return self._ask({"n": n, "seconds": seconds})
+
+    def batches(self, batches: Sequence[Sequence[int]], seconds: float) -> dict[str, Any]:
+        """Compute batches of tokens in a new conversation, or as many as the time allows.
+
+        Returns ``ms`` of each batch, ``major_faults`` of all, and ``counts`` by name.
+        """
+        return self._ask({"batches": batches, "seconds": seconds})
+
+    def _ask(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # the answer says why
-            self._process.stdin.write(json.dumps({"n": n, "seconds": seconds}) + "\n")
+            self._process.stdin.write(json.dumps(asked) + "\n")
             self._process.stdin.flush()
         return self._answer()
 

@@ -2,8 +2,10 @@
 
 `unimem_bench.timed` starts it by its path, so that no library is loaded but the one measured. The
 model is an argument of its own, which ``unimem exec --stage`` replaces. The first line that it
-prints says how the model was loaded, and how long the start took. Then it answers requests from
-standard input, a line of JSON each: ``{"n": tokens, "seconds": at most}``.
+prints says how the model was loaded, how long the start took, and its counts. Then it answers
+requests from standard input, a line of JSON each: ``{"n": tokens, "seconds": at most}``; or
+``{"batches": [[token, ...], ...], "seconds": at most}``, for the time of each batch in one
+conversation.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import resource
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -34,18 +37,32 @@ class TimedSide(Protocol):
     def begin(self) -> None:
         """Restart with the prompt."""
 
-    def step(self, token: int) -> None:
-        """Compute one more token."""
+    def compute(self, tokens: list[int]) -> None:
+        """Compute more tokens."""
+
+    def counts(self) -> dict[str, int]:
+        """Return what it has counted so far."""
 
 
 class TimedUnimem:
     """unimem's decoder."""
 
-    def __init__(self, model: str, *, load: str, lock: bool = False) -> None:
+    def __init__(
+        self,
+        model: str,
+        *,
+        load: str,
+        lock: bool = False,
+        threads: int = 1,
+        ctx: int = N_CTX,
+        budget: int | None = None,
+    ) -> None:
         um, engine = import_module("unimem"), import_module("unimem.engine")
         warnings.simplefilter("ignore")
         start = time.perf_counter()
-        how: dict[str, Any] = {"ctx": N_CTX, "threads": 1}
+        how: dict[str, Any] = {"ctx": ctx, "threads": threads}
+        if budget is not None:
+            how["weights_budget"] = budget
         if lock:
             weights = um.open_weights(model, load=load, lock=True)
             self._decoder = engine.Decoder(weights, **how)
@@ -60,22 +77,37 @@ class TimedUnimem:
         self._decoder.reset()
         self._decoder.prefill(PROMPT)
 
-    def step(self, token: int) -> None:
-        """As `TimedSide.step`."""
-        self._decoder.prefill([token])
+    def compute(self, tokens: list[int]) -> None:
+        """As `TimedSide.compute`."""
+        self._decoder.prefill(tokens)
+
+    def counts(self) -> dict[str, int]:
+        """As `TimedSide.counts`: what streaming has read."""
+        stream = getattr(self._decoder.weights, "stream", None)
+        names = ("hits", "misses", "read_bytes", "waited_ns")
+        return {} if stream is None else {name: getattr(stream, name) for name in names}
 
 
 class TimedLlamaCpp:
     """llama.cpp, as `flags` say, which are those of `unimem_bench.llama_cpp.Flags`."""
 
     def __init__(
-        self, model: str, *, library: str, threads: int = 1, ctx: int = N_CTX, **flags: Any
+        self,
+        model: str,
+        *,
+        library: str,
+        threads: int = 1,
+        ctx: int = N_CTX,
+        sees_experts: bool = False,
+        **flags: Any,
     ) -> None:
         api = import_module("unimem_bench.llama_cpp")
         wanted = api.Flags(**flags)
         start = time.perf_counter()
-        given = api.options(wanted, n_ctx=ctx, n_threads=threads)
-        self._context = api.Conversation(api.PeerModel(api.Library(library), model, given), given)
+        given = api.options(wanted, n_ctx=ctx, n_threads=threads, sees_experts=sees_experts)
+        loaded = api.Library(library)
+        self._context = api.Conversation(api.PeerModel(loaded, model, given), given)
+        self._experts = loaded.c.peer_experts if sees_experts else None
         self.start_s = time.perf_counter() - start
         self.load = str(wanted)
 
@@ -84,15 +116,19 @@ class TimedLlamaCpp:
         self._context.clear()
         self._context.decode(PROMPT)
 
-    def step(self, token: int) -> None:
-        """As `TimedSide.step`."""
-        self._context.decode([token])
+    def compute(self, tokens: list[int]) -> None:
+        """As `TimedSide.compute`."""
+        self._context.decode(tokens)
+
+    def counts(self) -> dict[str, int]:
+        """As `TimedSide.counts`: the different experts that were used."""
+        return {} if self._experts is None else {"experts": self._experts()}
 
 
 def measure(side: TimedSide, n: int, seconds: float) -> dict[str, Any]:
     """Compute `n` tokens, or fewer if the time is over."""
     side.begin()
-    side.step(400)
+    side.compute([400])
     found: list[float] = []
     before = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
     end = time.perf_counter() + seconds
@@ -101,7 +137,7 @@ def measure(side: TimedSide, n: int, seconds: float) -> dict[str, Any]:
         if place == 0:
             side.begin()
         start = time.perf_counter()
-        side.step(400 + place)
+        side.compute([400 + place])
         now = time.perf_counter()
         found.append((now - start) * 1e3)
         if now > end:
@@ -110,16 +146,34 @@ def measure(side: TimedSide, n: int, seconds: float) -> dict[str, Any]:
     return {"ms": found, "major_faults": faults}
 
 
+def measure_batches(side: TimedSide, batches: list[list[int]], seconds: float) -> dict[str, Any]:
+    """Compute batches behind the prompt, or fewer if the time is over."""
+    side.begin()
+    found: list[float] = []
+    before, counted = resource.getrusage(resource.RUSAGE_SELF).ru_majflt, side.counts()
+    end = time.perf_counter() + seconds
+    for batch in batches:
+        start = time.perf_counter()
+        side.compute(batch)
+        now = time.perf_counter()
+        found.append((now - start) * 1e3)
+        if now > end:
+            break
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt - before
+    counts = {name: count - counted[name] for name, count in side.counts().items()}
+    return {"ms": found, "major_faults": faults, "counts": counts}
+
+
 def main() -> None:
     """Open the side, and answer."""
     kind, model, options = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a library's own output must not mix with the answers
-    side: TimedSide = {"unimem": TimedUnimem, "llama.cpp": TimedLlamaCpp}[kind](
-        model, **json.loads(options)
-    )
+    kinds: dict[str, Callable[..., TimedSide]]
+    kinds = {"unimem": TimedUnimem, "llama.cpp": TimedLlamaCpp}
+    side = kinds[kind](model, **json.loads(options))
     side.begin()
-    answer: dict[str, Any] = {"load": side.load, "start_s": side.start_s}
+    answer: dict[str, Any] = {"load": side.load, "start_s": side.start_s, "counts": side.counts()}
     while True:
         time.sleep(SETTLE_S)
         answers.write(json.dumps(answer) + "\n")
@@ -127,7 +181,8 @@ def main() -> None:
         line = sys.stdin.readline()
         if not line:
             return
-        answer = measure(side, **json.loads(line))
+        asked = json.loads(line)
+        answer = (measure_batches if "batches" in asked else measure)(side, **asked)
 
 
 if __name__ == "__main__":

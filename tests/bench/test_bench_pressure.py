@@ -91,8 +91,11 @@ class InventedSide:
     def begin(self) -> None:
         self.begun += 1
 
-    def step(self, token: int) -> None:
-        self.n += 1
+    def compute(self, tokens: list[int]) -> None:
+        self.n += len(tokens)
+
+    def counts(self) -> dict[str, int]:
+        return {"tokens": self.n}
 
 
 def test_conversations_of_a_side_are_alike() -> None:
@@ -110,7 +113,8 @@ class Side:
     load, start_s = "map: so", 0.5
     def __init__(self, model, **options): print(model, options)
     def begin(self): pass
-    def step(self, token): print("a library speaks")
+    def compute(self, tokens): print("a library speaks")
+    def counts(self): return {"experts": 5}
 timed_side.TimedUnimem = Side
 sys.argv = ["side", "unimem", "m.gguf", '{"load": "map"}']
 timed_side.main()
@@ -123,7 +127,7 @@ def test_what_a_side_answers() -> None:
         [sys.executable, "-c", SIDE], input=asked, capture_output=True, text=True, check=True
     )
     first, second = map(json.loads, done.stdout.splitlines())
-    assert first == {"load": "map: so", "start_s": 0.5}
+    assert first == {"load": "map: so", "start_s": 0.5, "counts": {"experts": 5}}
     assert len(second["ms"]) == 2
     assert "m.gguf {'load': 'map'}" in done.stderr
 

@@ -10,7 +10,7 @@ from unimem_bench.suite import Suite
 NAMES = tuple(
     """
     calls accounting gguf buffers scaling verify first-touch kv snapshot load decode context runtime
-    pages repack exec pressure store remote transformers numa gpu
+    pages repack exec pressure stream store remote transformers numa gpu
 """.split()
 )
 
