@@ -398,7 +398,8 @@ TEST(a_signal_interrupts_the_wait) {
             fault_os_fail_nth(0, 0);
             ENSURE(&s, holder, id, N_SMALL + (int32_t)n % N_LARGE);
         }
-        CHECK(n_interrupted > 0);
+        /* Threads may have read all before this one sleeps. */
+        CHECK(n_interrupted > 0 || io == UM_PIECES_IO_THREADS);
     }
 }
 
@@ -519,6 +520,24 @@ TEST(wrong_arguments_are_refused) {
 
 /* ---- forks ---- */
 
+/* ThreadSanitizer ends a forked child that starts threads. */
+#ifdef __SANITIZE_THREAD__
+enum { MAY_NOT_START_THREADS = 1 };
+#else
+enum { MAY_NOT_START_THREADS = 0 };
+#endif
+
+/* Opens the files for this process. */
+static bool reads_anew(um_pieces_io io) {
+    shelf anew;
+    make_shelf(&anew, io, FREQUENT, 2, 1);
+    um_pieces_holder *own = make_holder(&anew);
+    bool good = TRY_ENSURE(&anew, own, 3, 4) == UM_OK;
+    um_pieces_holder_destroy(own);
+    clear_shelf(&anew);
+    return good;
+}
+
 TEST(a_forked_child_is_refused) {
     EACH_IO(io) {
         AUTO_SHELF s;
@@ -537,12 +556,7 @@ TEST(a_forked_child_is_refused) {
             um_pieces_stat_read(s.pieces, &stat);
             um_pieces_holder_destroy(holder);
             um_pieces_destroy(s.pieces);
-            shelf anew; /* the child may open the files for itself */
-            make_shelf(&anew, io, FREQUENT, 2, 1);
-            um_pieces_holder *own = make_holder(&anew);
-            good &= TRY_ENSURE(&anew, own, 3, 4) == UM_OK && stat.hits == 0;
-            um_pieces_holder_destroy(own);
-            clear_shelf(&anew);
+            good &= stat.hits == 0 && (MAY_NOT_START_THREADS || reads_anew(io));
             _exit(good ? 0 : 1);
         }
         int status = -1;
