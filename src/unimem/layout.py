@@ -403,7 +403,7 @@ class Layout(Lifetimes[Tape]):
             A model file or its URL, which is opened and closed with the layout, or an opened one.
         ctx : int, optional
             Tokens of context; by default the smallest of the model's, 4096 and the most that fit.
-        batch, kv_dtype, window, threads, load
+        batch, kv_dtype, window, threads, load, weights_budget
             As for `plan`. With a window, or if some layers slide, as in gemma3, the KV cache is not
             on `history`. If `plan` repacks, the layout maps the file, and a `Decoder` with it
             repacks. A model at a URL is read in full first, and repacked tensors lie beside it.

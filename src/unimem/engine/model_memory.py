@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from unimem._core.block import Block
 from unimem.backends import ggml
-from unimem.engine.advice_op import Advice
+from unimem.engine.advice_op import FileAdvice
 from unimem.engine.advised import add_advice, has_room
 from unimem.engine.graph import Headers
 from unimem.engine.model import Model
@@ -180,7 +180,7 @@ class ModelMemory:
         self.repacked: Repacked | None = None
         self.reader: Reader | None = None
         self.pieces: PieceReader | None = None
-        self._advice: list[Advice] = []
+        self._advice: list[FileAdvice] = []
         self.is_owned = not isinstance(path_or_weights, Weights)
         reason = None
         layout = asked.layout
