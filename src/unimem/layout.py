@@ -472,9 +472,7 @@ class Layout(Lifetimes[Tape]):
         try:
             if not given:  # the file may have changed
                 needed = plan(weights, load="repack" if repacks else "auto", **options)
-                reason = needed.load_reason
-                if repacks or load == "stream":
-                    reason = before.load_reason
+                reason = before.load_reason if repacks or load == "stream" else needed.load_reason
                 needed = replace(needed, load_reason=reason)
             ModelDims.from_weights(weights)  # raises if the dimensions are not known
             needed.require_fits(strict=strict)

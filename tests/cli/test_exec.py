@@ -29,6 +29,7 @@ pytest.importorskip("typer", reason="the command line needs typer: pip install '
 
 import unimem as um
 import unimem_exec as launch
+from support.files import gguf_files as gf
 from support.kernel.huge_pages import no_huge_pages  # noqa: F401 -- a fixture
 from support.models.llama_cpp import llama_library
 from support.project.building import run, tool
@@ -433,6 +434,25 @@ def test_models_among_the_arguments_are_staged() -> None:
         assert screen.err.count("is staged as") == 2
     finally:
         run_anew("stage", "--drop", first, code=MAIN)
+
+
+def test_a_model_of_a_type_from_later_is_planned_and_staged(tmp_path: Path) -> None:
+    """What needs no types works: sizes follow from the gaps between tensors."""
+    model = tmp_path / "later.gguf"
+    rows = [gf.tensor("new", (8,), 156, 0), gf.tensor("known", (8,), gf.F32, 64)]
+    keys = gf.kv("general.architecture", gf.STRING, gf.string("later"))
+    model.write_bytes(gf.with_data(gf.head(2, 1), *keys, *rows, nbytes=96)[0])
+    plan = um.plan(model, ctx=64)
+    assert (plan["weights:type_156"].nbytes, plan["weights:f32"].nbytes) == (64, 32)
+    assert plan.verdict == "at least"
+    script = "import sys; print(sys.argv[1])"
+    screen = run_anew("exec", "--stage", "--", *PYTHON, script, model, code=MAIN)
+    try:
+        assert screen.code == 0, screen.err
+        assert "is staged as" in screen.err
+        assert Path(screen.out.strip()).read_bytes() == model.read_bytes()
+    finally:
+        run_anew("stage", "--drop", str(model), code=MAIN)
 
 
 # ---- the quick way ------------------------------------------------------------------------------

@@ -129,6 +129,12 @@ def test_a_missing_package_is_named_with_its_extra(
     assert screen.err.count("\n") == 1
 
 
+def test_a_plan_needs_no_engine() -> None:
+    screen = run_anew("plan", "--ctx", "64", code=WITHOUT.replace("MISSING", repr(ENGINE)))
+    assert (screen.code, screen.err) == (0, "")
+    assert screen.out.startswith("Fits: ")
+
+
 # ---- one and several ----------------------------------------------------------------------------
 
 

@@ -191,7 +191,7 @@ REFUSED: dict[type[Any], list[tuple[tuple[Any, ...], type[Exception], str]]] = {
         *(((n, 4), ValueError, "max_seq_len") for n in (0, -1, 2**63)),
         *(((n, 4), TypeError, "integer") for n in (1.5, "8")),
         ((8, 0), ValueError, "dim"),
-        ((2**31, 2**31), ValueError, "too large"),
+        ((2**31, 2**31), ValueError, r"too large: expected below 2\*\*63 bytes, got \d{20}"),
         ((2**40, 2**7), MemoryError, "asked for|does not fit"),
         ((8, 4, "int8"), ValueError, "float32, float16, bfloat16, float64, got 'int8'"),
         *(((8, 4, dtype), ValueError, "dtype") for dtype in ("q8_0", np.int32)),

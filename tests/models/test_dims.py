@@ -225,6 +225,11 @@ ABOVE_1 = "intermediate_size must be from 1"
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no count": ("qwen3moe", {"expert_used_count": 2}, r"no 'qwen3moe\.expert_count'"),
     "no experts": ("qwen2moe", {"expert_count": 0}, "'qwen2moe.expert_count' must be an int"),
+    "more than 32 bits": (
+        "qwen3moe",
+        {"expert_count": 2**32 - 1},
+        r"an integer above 0 and below 2\*\*31, .*, not 4294967295: convert the model again",
+    ),
     "none used": ("llama", {"expert_count": 8}, r"no 'llama\.expert_used_count'"),
     "too many used": ("llama", keys_of(n=(8, 9)), "is 9, more than .*expert_count', 8"),
     "no width": ("qwen3moe", keys_of(), "no 'qwen3moe.feed_forward"),

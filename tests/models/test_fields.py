@@ -58,7 +58,7 @@ def test_values_per_layer_may_be_listed() -> None:
 
 @pytest.mark.parametrize("value", [True, "8", -1, 2**31, 1.5, [8]])
 def test_what_is_no_number_is_unknown(value: Any) -> None:
-    with pytest.raises(UnknownError, match="has no number in 'hidden_size'"):
+    with pytest.raises(UnknownError, match="has no number in 'hidden_size' from 0 to 2147483647"):
         ConfigFields({"hidden_size": value}).number("embedding_length")
 
 

@@ -11,6 +11,7 @@ import pytest
 
 import unimem as um
 from support.models.plans import assert_true, validated
+from unimem.planning import hosts
 from unimem.planning import plan as planner
 from unimem.planning.streaming import Reading
 from unimem.system import limits
@@ -32,6 +33,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("models")
     mixture = write_model(folder / "mixture.gguf", "qwen3moe", SMALL, experts=(N, USED))
     return {"mixture": str(mixture), "dense": str(write_model(folder / "dense.gguf", shape=SMALL))}
+
+
+@pytest.fixture(autouse=True)
+def calm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nothing press on memory, which would have files copied."""
+    monkeypatch.setattr(hosts, "memory_pressure", lambda: ())
 
 
 @pytest.fixture

@@ -116,7 +116,7 @@ static um_status set_parts(um_load *load, const um_load_part *parts, size_t n_pa
             !um__add(total, part->nbytes, &total) || !um__add(address, part->nbytes, &end) ||
                 !um__add(end, load->piece_nbytes, &end) || part->nbytes > INT64_MAX - load->align ||
                 part->offset > INT64_MAX - load->align - part->nbytes,
-            err, "the parts are too large");
+            err, "the parts are too large: each ends below 2**63");
         load_part *set = &load->parts[i];
         *set = (load_part){.range = *part, .first_piece = load->n_pieces};
         load->n_pieces +=

@@ -164,7 +164,8 @@ cdef object nbytes_of(tuple dims, object itemsize):
     # NumPy also refuses arrays that would be too large without their dimensions of 0, but only
     # after memory was taken.
     if nbytes == 0 and math.prod([n or 1 for n in dims], start=itemsize) > MOST:
-        raise ValueError(f"shape: {dims} is too large for an array")
+        raise ValueError(f"shape: {dims} is too large for an array, even with an empty dimension: "
+                         "expected below 2**63 bytes without it")
     return nbytes
 
 

@@ -97,6 +97,14 @@ def _check_model(
     return model, needed
 
 
+def _check_no_budget(asked: DecoderOptions) -> None:
+    if asked.weights_budget is not None:
+        raise ValueError(
+            f"weights_budget={asked.weights_budget!r}: the weights are opened already: "
+            "open them with this budget, or change it with weights.stream.resize()"
+        )
+
+
 class Reader:
     """A reader of mirrored weights, bound to the thread that created it.
 
@@ -186,11 +194,7 @@ class ModelMemory:
         layout = asked.layout
         placement: PlacementOptions = {} if asked.numa is None else {"numa": asked.numa}
         if isinstance(path_or_weights, Weights):
-            if asked.weights_budget is not None:
-                raise ValueError(
-                    f"weights_budget={asked.weights_budget!r}: the weights are opened already: "
-                    "open them with this budget, or change it with weights.stream.resize()"
-                )
+            _check_no_budget(asked)
             self.weights, opened = path_or_weights, load
             is_theirs = isinstance(layout, Layout) and layout.weights is path_or_weights
             made_for = layout.plan if layout is not None and is_theirs else None

@@ -98,7 +98,8 @@ cdef class _Rows:
         self.dim = size_of(dim, "dim", 1)
         nbytes = nbytes_of((self.capacity, self.dim), self.dtype.itemsize)
         if nbytes > MOST_BYTES:
-            raise ValueError(f"{what} and dim: {max_tokens} rows of {dim} {named} are too large")
+            raise ValueError(f"{what} and dim: {max_tokens} rows of {dim} {named} are too large: "
+                             f"expected below 2**63 bytes, got {nbytes}")
         self.row_bytes = self.dim * <size_t>self.dtype.itemsize
         return nbytes
 

@@ -109,7 +109,8 @@ cdef class LayerStates:
         total = sum([-(-n // ALIGN) * ALIGN for n in nbytes]) * (1 + checkpoints)
         if total >= MOST_BYTES:
             raise ValueError(f"KVCache: states of {sum(nbytes)} bytes and {checkpoints} "
-                             "checkpoints of them are too large: expected fewer of them")
+                             "checkpoints of them are too large: expected below 2**47 bytes, which "
+                             "addresses reach: take fewer checkpoints, or a smaller batch")
         return total
 
     # ---- the memory ----

@@ -116,7 +116,9 @@ class ModelDims:
             try:
                 exact = integer(value)
             except TypeError:
-                raise ValueError(f"{field.name} must be an integer, not {value!r}") from None
+                raise ValueError(
+                    f"{field.name} must be an integer from 1 to {_LIMIT - 1}, not {value!r}"
+                ) from None
             if not 0 < exact < _LIMIT:
                 raise ValueError(f"{field.name} must be from 1 to {_LIMIT - 1}, not {exact}")
             object.__setattr__(self, field.name, exact)
@@ -325,5 +327,8 @@ class ArchMetadata:
     def _checked(self, name: str, value: Any, least: int = 1) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value < _LIMIT:
             bound = "0 or above" if least == 0 else "above 0"
-            raise ValueError(f"'{self._arch}.{name}' must be an integer {bound}, not {value!r:.40}")
+            raise ValueError(
+                f"'{self._arch}.{name}' must be an integer {bound} and below 2**31, as engines "
+                f"count in 32 bits, not {value!r:.40}: convert the model again"
+            )
         return value

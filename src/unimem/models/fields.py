@@ -184,7 +184,9 @@ class ConfigFields:
         if value is None:
             return 0
         if type(value) is not int or not 0 <= value <= MOST:
-            raise UnknownError(f"{CONFIG} has no number in {key!r}, but {value!r:.40}")
+            raise UnknownError(
+                f"{CONFIG} has no number in {key!r} from 0 to {MOST}, but {value!r:.40}"
+            )
         return value
 
     def _computed(self, text: str) -> int | None:
@@ -244,7 +246,7 @@ class ConfigFields:
 def _whole(name: str, values: list[Any]) -> list[int]:
     """Return the values of a list, bools as integers; raise if one is neither, or negative."""
     if not all(isinstance(item, bool | int) and 0 <= item <= MOST for item in values):
-        raise UnknownError(f"'{name}' has values that are no integers of 0 or above")
+        raise UnknownError(f"'{name}' has values that are no integers from 0 to {MOST}")
     return [int(item) for item in values]
 
 

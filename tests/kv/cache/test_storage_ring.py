@@ -35,6 +35,12 @@ def lanes_of(kv: um.KVCache) -> list[Array]:
     return [memory(address, kv.n_rows * kv.row_bytes) for address in at]
 
 
+def test_a_ring_that_no_process_could_map_is_refused() -> None:
+    said = r"KVCache: a ring of 2147483647 rows .* below 2\*\*46 bytes, .*: take a smaller window"
+    with pytest.raises(ValueError, match=said):
+        um.KVCache(32, 32, 128, 2**31 - 1, window=2**31 - 1)
+
+
 # ---- the window ----
 
 

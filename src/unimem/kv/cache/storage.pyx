@@ -175,7 +175,8 @@ cdef class KVStorage(KVRows):
         cdef uint64_t n_rows
         if (<object>spec.window + spare_rows) * token >= MOST_BYTES // 2:
             raise ValueError(f"KVCache: a ring of {spec.window} rows and {spare_rows} to spare is "
-                             "too large: expected fewer of them")
+                             "too large: expected below 2**46 bytes, since a ring is mapped twice: "
+                             "take a smaller window, or fewer spare_rows")
         n_rows = ring_rows(row, v_row, spec.window + spare_rows,
                            placement.get("pages", "auto"))
         total = n_rows * token
