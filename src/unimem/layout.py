@@ -403,7 +403,7 @@ class Layout(Lifetimes[Tape]):
             A model file or its URL, which is opened and closed with the layout, or an opened one.
         ctx : int, optional
             Tokens of context; by default the smallest of the model's, 4096 and the most that fit.
-        batch, kv_dtype, window, threads, load
+        batch, kv_dtype, window, threads, load, weights_budget
             As for `plan`. With a window, or if some layers slide, as in gemma3, the KV cache is not
             on `history`. If `plan` repacks, the layout maps the file, and a `Decoder` with it
             repacks. A model at a URL is read in full first, and repacked tensors lie beside it.
@@ -472,9 +472,7 @@ class Layout(Lifetimes[Tape]):
         try:
             if not given:  # the file may have changed
                 needed = plan(weights, load="repack" if repacks else "auto", **options)
-                reason = needed.load_reason
-                if repacks or load == "stream":
-                    reason = before.load_reason
+                reason = before.load_reason if repacks or load == "stream" else needed.load_reason
                 needed = replace(needed, load_reason=reason)
             ModelDims.from_weights(weights)  # raises if the dimensions are not known
             needed.require_fits(strict=strict)

@@ -15,7 +15,7 @@ import pytest
 from support.models import decoders  # noqa: F401 - skips where something is missing
 from unimem._core.block import Block
 from unimem.backends import ggml
-from unimem.engine.advice_op import Advice, experts_address, layer_address
+from unimem.engine.advice_op import FileAdvice, experts_address, layer_address
 
 N, PAGES = 8, 4  # experts of as many pages
 EXPERT = PAGES * mmap.PAGESIZE
@@ -67,18 +67,18 @@ def wait_for(block: Block, wanted: set[int]) -> None:
 
 def test_chosen_experts_are_read(block: Block) -> None:
     half = N * EXPERT
-    advice = Advice([(block, 0, half), (block, half, half)], N)
+    advice = FileAdvice([(block, 0, half), (block, half, half)], N)
     compute([[2, 5]], experts_address, advice.address)
     wait_for(block, {2, 5, N + 2, N + 5})
 
 
 def test_a_batch_has_all_experts_read(block: Block) -> None:
-    advice = Advice([(block, 0, N * EXPERT)], N)
+    advice = FileAdvice([(block, 0, N * EXPERT)], N)
     compute([[0, 1]] * N, experts_address, advice.address)
     wait_for(block, set(range(N)))
 
 
 def test_a_layer_is_read_whatever_the_values_are(block: Block) -> None:
-    advice = Advice([(block, EXPERT, EXPERT), (block, 4 * EXPERT, 2 * EXPERT)])
+    advice = FileAdvice([(block, EXPERT, EXPERT), (block, 4 * EXPERT, 2 * EXPERT)])
     compute([[7]], layer_address, advice.address)
     wait_for(block, {1, 4, 5})

@@ -21,6 +21,7 @@ from support.models.make import Shape, small, write_model
 from support.processes.forks import in_child, needs_fork, refuses
 from unimem.engine import Decoder
 from unimem.planning.needs import PREFILL_BATCH
+from unimem.weights.stream.stream import Stream
 
 MIXTURE = Shape(hidden=256, layers=3, heads=4, kv_heads=2, inner=256, vocab=320, ctx=600)
 DENSE = small(layers=6, hidden=256, inner=512, vocab=320)
@@ -51,6 +52,7 @@ def model(request: pytest.FixtureRequest, mixture: Path, dense: Path) -> Path:
 def budget_of(path: Path, share: float) -> int:
     """A budget between the least and the one with a slot for each piece."""
     with um.open_weights(path, load="stream", budget="1G") as weights:
+        assert weights.stream is not None
         least = weights.stream.least_bytes
         return least + int(share * (weights.mapped_bytes - least))
 
@@ -58,6 +60,11 @@ def budget_of(path: Path, share: float) -> int:
 def streamed(path: Path, share: float, *, ctx: int = 200) -> Decoder:
     budget = budget_of(path, share)
     return Decoder(path, ctx=ctx, threads=1, load="stream", weights_budget=budget)
+
+
+def stream_of(decoder: Decoder) -> Stream:
+    assert decoder.weights.stream is not None
+    return decoder.weights.stream
 
 
 def figures(decoder: Decoder) -> dict[str, int]:
@@ -111,7 +118,7 @@ def test_each_piece_is_read_once_if_all_fit(model: Path) -> None:
 def test_a_batch_brings_the_experts_of_the_next_layer(mixture: Path) -> None:
     with streamed(mixture, 1) as decoder:
         decoder.prefill(PROMPT[:PREFILL_BATCH])
-        stat = decoder.weights.stream._pieces.stat()
+        stat = stream_of(decoder)._pieces.stat()
     # All of the first layer, and few of the last one, which computes a single token.
     assert stat["prefetched"] == 8
     assert stat["prefetch_hits"] >= 6
@@ -127,7 +134,7 @@ def test_a_budget_streams_and_is_kept(model: Path) -> None:
         assert decoder.weights.mapped_bytes <= budget
         assert figures(decoder)["budget_bytes"] == budget
         rows = {row.category: row.nbytes for row in decoder.report().rows}
-        assert rows["weights:slots"] == decoder.weights.stream.slot_bytes
+        assert rows["weights:slots"] == stream_of(decoder).slot_bytes
 
 
 def test_what_is_read_is_counted_for_other_processes(model: Path) -> None:
@@ -168,7 +175,7 @@ def test_the_budget_may_change_between_tokens(model: Path) -> None:
         found, logits = [], []
         for i in range(12):
             if i % 3 == 1:
-                decoder.weights.stream.resize(half if i % 2 else whole)
+                stream_of(decoder).resize(half if i % 2 else whole)
             logits.append(decoder.logits.copy())
             found.append(decoder.generate_next_token())
     np.testing.assert_array_equal(np.array(logits), expected)

@@ -301,11 +301,7 @@ def run(
                     _save(decoder, talk, save_session)
                 except (OSError, MemoryError, KeyboardInterrupt) as error:
                     not_saved = error  # the text is shown all the same
-            if as_json:
-                document = _document(decoder, plan, talk, options, governor)
-                terminal.show(json.dumps(document) + "\n")
-            else:
-                _show(decoder, talk, options, governor)
+            _tell(decoder, plan, talk, options, governor, as_json=as_json)
             if isinstance(not_saved, Exception):
                 raise not_saved
             if not_saved is not None or talk.stop == "interrupted":
@@ -516,6 +512,21 @@ def _generate(decoder: Decoder, talk: Talk, options: Options, *, quiet: bool) ->
 
 
 # ---- what is shown ------------------------------------------------------------------------------
+
+
+def _tell(
+    decoder: Decoder,
+    plan: Plan,
+    talk: Talk,
+    options: Options,
+    governor: Governor | None,
+    *,
+    as_json: bool,
+) -> None:
+    if as_json:
+        terminal.show(json.dumps(_document(decoder, plan, talk, options, governor)) + "\n")
+    else:
+        _show(decoder, talk, options, governor)
 
 
 def _show(decoder: Decoder, talk: Talk, options: Options, governor: Governor | None) -> None:

@@ -70,14 +70,14 @@ cdef void advise_experts(char *header, const void *given, int thread, int n_thre
             um.um_block_will_need(one.block, one.offset + expert * nbytes, nbytes)
 
 
-# The functions for ``ggml_map_custom1``; their `userdata` is from an `Advice`.
+# The functions for ``ggml_map_custom1``; their `userdata` is from an `FileAdvice`.
 #: experts_address: int
 #: layer_address: int
 experts_address = <uintptr_t>&advise_experts
 layer_address = <uintptr_t>&advise_layer
 
 
-cdef class Advice:
+cdef class FileAdvice:
     """Ranges of mapped files that a node has the kernel read.
 
     Parameters

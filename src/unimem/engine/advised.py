@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from unimem._core.block import Block
-from unimem.engine.advice_op import Advice, experts_address, layer_address
+from unimem.engine.advice_op import FileAdvice, experts_address, layer_address
 from unimem.engine.graph import Bringer, Headers
 from unimem.engine.model import Model
 from unimem.errors import CapacityError
@@ -29,7 +29,7 @@ def has_room(weights: Weights) -> bool:
     return True
 
 
-def add_advice(headers: Headers, model: Model, tensors: Mapping[str, Tensor]) -> list[Advice]:
+def add_advice(headers: Headers, model: Model, tensors: Mapping[str, Tensor]) -> list[FileAdvice]:
     """Have graphs made from `headers` advise the kernel of mapped weights; keep what is returned.
 
     Each layer begins the reading of the next one, and the choice of experts that of these experts.
@@ -42,11 +42,11 @@ def add_advice(headers: Headers, model: Model, tensors: Mapping[str, Tensor]) ->
             place = experts if model.experts is not None and "_exps." in name else layers
             place[int(name.split(".")[1])].append(tensors[name])
     for i in range(len(layers)):
-        after = Advice(list(_runs(layers[(i + 1) % len(layers)])))
+        after = FileAdvice(list(_runs(layers[(i + 1) % len(layers)])))
         headers.layers[f"blk.{i}"] = Bringer(layer_address, after.address)
         kept.append(after)
         if model.experts is not None:
-            chosen = Advice([_range_of(tensor) for tensor in experts[i]], model.experts.n)
+            chosen = FileAdvice([_range_of(tensor) for tensor in experts[i]], model.experts.n)
             headers.experts[f"blk.{i}"] = Bringer(experts_address, chosen.address)
             kept.append(chosen)
     return kept

@@ -85,7 +85,7 @@ def make_report(decoder: DecoderMemory) -> Report:
         if part.high_water_bytes is not None:
             most[part.category] = most.get(part.category, 0) + part.high_water_bytes
     n = decoder.threads - 1  # beside the calling thread
-    facts = {
+    facts: dict[str, Any] = {
         "model": ", ".join(weights.files),
         "load": decoder._memory.load,
         "load_reason": decoder._memory.load_reason,

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from unimem._core.block import Block
 from unimem.backends import ggml
-from unimem.engine.advice_op import Advice
+from unimem.engine.advice_op import FileAdvice
 from unimem.engine.advised import add_advice, has_room
 from unimem.engine.graph import Headers
 from unimem.engine.model import Model
@@ -97,6 +97,14 @@ def _check_model(
     return model, needed
 
 
+def _check_no_budget(asked: DecoderOptions) -> None:
+    if asked.weights_budget is not None:
+        raise ValueError(
+            f"weights_budget={asked.weights_budget!r}: the weights are opened already: "
+            "open them with this budget, or change it with weights.stream.resize()"
+        )
+
+
 class Reader:
     """A reader of mirrored weights, bound to the thread that created it.
 
@@ -180,17 +188,13 @@ class ModelMemory:
         self.repacked: Repacked | None = None
         self.reader: Reader | None = None
         self.pieces: PieceReader | None = None
-        self._advice: list[Advice] = []
+        self._advice: list[FileAdvice] = []
         self.is_owned = not isinstance(path_or_weights, Weights)
         reason = None
         layout = asked.layout
         placement: PlacementOptions = {} if asked.numa is None else {"numa": asked.numa}
         if isinstance(path_or_weights, Weights):
-            if asked.weights_budget is not None:
-                raise ValueError(
-                    f"weights_budget={asked.weights_budget!r}: the weights are opened already: "
-                    "open them with this budget, or change it with weights.stream.resize()"
-                )
+            _check_no_budget(asked)
             self.weights, opened = path_or_weights, load
             is_theirs = isinstance(layout, Layout) and layout.weights is path_or_weights
             made_for = layout.plan if layout is not None and is_theirs else None

@@ -77,9 +77,6 @@ cdef void bring_experts(char *header, const void *given, int thread, int n_threa
         um.um_pieces_prefetch(reading.pieces, reading.ids, node.n_experts, &err)
 
 
-#: experts_address: int
-experts_address = <uintptr_t>&bring_experts
-
 
 cdef struct LayerNode:
     Reading *reading

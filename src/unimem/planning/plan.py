@@ -384,9 +384,8 @@ class _Planner:
     def _make_as(self, options: PlanOptions, mode: Mode, reason: str) -> Plan:
         storage = Storage.from_options(options.placement)
         streamed = self._source.streamed if mode == "stream" else None
-        session = self._session(options, storage.beside_weights())
-        if streamed is not None and isinstance(session, Session):
-            session = replace(session, most_slots=streamed.most_slots)
+        most_slots = 0 if streamed is None else streamed.most_slots
+        session = self._session(options, storage.beside_weights(), most_slots)
         beside = self._beside
         budget = Budget(self._machine)
         fixed = self._source.weights(mode, storage, budget, options.sessions)
@@ -424,16 +423,13 @@ class _Planner:
             fixed[:n_weights] = self._source.weights(mode, storage, budget, options.sessions)
             found = needs(ctx or 1)
         spilled = self._spilled(found)
-        checks = self._checks(found, storage)
         return self._new_plan(
             options,
-            facts={
-                **self._facts,
-                **self._image_facts(mode, storage),
-                **self._numa_facts(storage.numa, found),
-            },
+            facts=self._facts
+            | self._image_facts(mode, storage)
+            | self._numa_facts(storage.numa, found),
             rows=_rows(found),
-            checks=checks,
+            checks=self._checks(found, storage),
             ctx=ctx,
             load=mode,
             load_reason=reason,
@@ -463,7 +459,9 @@ class _Planner:
         ahead = ahead or 0 if engine == "llama.cpp" else 0
         return None if found is None else found.mapped_reading(spilled_bytes, ahead).on(disk)
 
-    def _session(self, options: PlanOptions, storage: Storage) -> Session | LlamaSession:
+    def _session(
+        self, options: PlanOptions, storage: Storage, most_slots: int = 0
+    ) -> Session | LlamaSession:
         assert options.threads is not None  # since `plan`
         if options.engine == "llama.cpp":
             predicts = self._beside is not None and self._beside.predicts
@@ -479,6 +477,7 @@ class _Planner:
             options.window,
             options.threads,
             storage,
+            most_slots,
         )
 
     def _new_plan(self, options: PlanOptions, **figures: Any) -> Plan:
