@@ -175,7 +175,6 @@ class LlamaSession:
         return -(-max(1, -(-each // layers.every)) // _PAD) * _PAD
 
     def _rows_bytes(self, layers: Layers, ctx: int) -> int:
-        n, is_divided = self.slots
         row = sum(
             row_bytes_of(1, layers.n_heads * size, kind)
             for size, kind in zip(
@@ -183,8 +182,20 @@ class LlamaSession:
             )
             if size
         )
-        n_streams = n if is_divided or layers.is_divided else 1
-        return int(layers.n_layers * n_streams * self._cells(layers, ctx) * row)
+        return int(layers.n_layers * self._n_streams(layers) * self._cells(layers, ctx) * row)
+
+    def _n_streams(self, layers: Layers) -> int:
+        return self.slots.n if self.slots.is_divided or layers.is_divided else 1
+
+    def _cast_bytes(self, ctx: int) -> int:
+        """Return the bytes of the float16 copies that are made of one layer's float32."""
+        if "f32" not in kv_pair(self.kv_dtype):
+            return 0
+        found = 0
+        for layers in self.shape.cache or ():
+            values = layers.n_heads * (layers.k_size + (layers.v_size or layers.k_size))
+            found += 2 * self._n_streams(layers) * self._cells(layers, ctx) * values
+        return found
 
     @property
     def is_computed(self) -> bool:
@@ -211,6 +222,7 @@ class LlamaSession:
         found = 4 * _UBATCH * (values + scores * seen) + 2 * _UBATCH * seen
         states = (one.nbytes for one in self.shape.layers if isinstance(one, KeptState))
         found += graph.states * n * self._kept * max(states, default=0)
+        found += self.batch * self._cast_bytes(ctx)
         if graph.encodes:
             encoded = self.shape.max_ctx or ctx
             found += 4 * encoded * (3 * widths.keys + widths.hidden + 3 * _UBATCH)
