@@ -20,7 +20,7 @@ from unimem.planning.widths import Widths
 if TYPE_CHECKING:
     from unimem.models.shapes import Layers, Shape
 
-__all__ = ["MOST_SLOTS", "NOT_EXACT", "NO_COMPUTE", "Engine", "LlamaSession", "Slots"]
+__all__ = ["ArchGraph", "Engine", "LlamaSession", "Slots"]
 
 Engine: TypeAlias = Literal["unimem", "llama.cpp"]
 """The engine that a plan is for."""
@@ -43,7 +43,7 @@ _N_DRAFTED = 3  # tokens, by llama-server's default: a state is kept for each, t
 _THREADS_BYTES = 4 << 20  # for what its threads note beside the buffers
 
 
-class Graph(NamedTuple):
+class ArchGraph(NamedTuple):
     """What the graphs of an architecture hold more than others do.
 
     Attributes
@@ -74,18 +74,18 @@ class Graph(NamedTuple):
 
 
 _GRAPHS = {
-    "chameleon": Graph(logits=2),
-    "qwen3tts": Graph(logits=2),
-    "grok": Graph(scores=1, by_head=1),
-    "t5": Graph(by_head=4, encodes=True),
-    "t5encoder": Graph(by_head=4),
-    "deepseek32": Graph(scores=2),
-    "glm-dsa": Graph(scores=2),
-    "deepseek4": Graph(scores=2.5, states=10),
-    "glm5-next": Graph(scores=1.25, by_slot=True),
-    "qwen4exp": Graph(scores=1.25, by_slot=True),
-    "minimax-m3": Graph(scores=2, by_index=2),
-    "minimax-01": Graph(chunk=3 * _UBATCH),
+    "chameleon": ArchGraph(logits=2),
+    "qwen3tts": ArchGraph(logits=2),
+    "grok": ArchGraph(scores=1, by_head=1),
+    "t5": ArchGraph(by_head=4, encodes=True),
+    "t5encoder": ArchGraph(by_head=4),
+    "deepseek32": ArchGraph(scores=2),
+    "glm-dsa": ArchGraph(scores=2),
+    "deepseek4": ArchGraph(scores=2.5, states=10),
+    "glm5-next": ArchGraph(scores=1.25, by_slot=True),
+    "qwen4exp": ArchGraph(scores=1.25, by_slot=True),
+    "minimax-m3": ArchGraph(scores=2, by_index=2),
+    "minimax-01": ArchGraph(chunk=3 * _UBATCH),
 }
 
 
@@ -211,7 +211,7 @@ class LlamaSession:
         widths, vocab = self.widths, self.shape.vocab_size
         if widths is None or vocab is None:
             return 0
-        graph, n = _GRAPHS.get(str(self.shape.arch), Graph()), self.slots.n * self.batch
+        graph, n = _GRAPHS.get(str(self.shape.arch), ArchGraph()), self.slots.n * self.batch
         kinds = {(k.window, k.every, k.is_divided): k for k in self.shape.cache or ()}
         cells = sum(self._cells(layers, ctx) for layers in kinds.values())
         seen = cells + _UBATCH  # and its own
