@@ -76,6 +76,35 @@ def test_compute_buffers_are_not_bounded_too_loosely(tmp_path: Path) -> None:
     assert 0.2 < min(shares) < max(shares) <= 1
 
 
+# MiB of compute buffers that llama.cpp b11549 printed with 131,072 tokens, and with 4,096 that 64
+# conversations share, of a cache of float32, which is cast, or q8_0, which is rotated.
+OF_TYPES = {
+    ("llama", "f32"): (195.02, 9.52),
+    ("llama as 8B", "f32"): (688.02, 294.52),
+    ("llama as 8B", "q8_0"): (418.6, 294.6),
+    ("gemma3 as 27B", "f32"): (1214.03, 572.53),
+    ("gemma3 as 27B", "q8_0"): (694.19, 572.69),
+    ("deepseek2", "f32"): (412.52, 24.52),
+    ("qwen35", "f32"): (195.53, 155.03),
+    ("qwen35", "q8_0"): (148.59, 155.56),
+    ("gemma4", "f32"): (197.03, 14.03),
+    ("mimo2", "f32"): (295.03, 18.53),
+    ("deepseek4", "f32"): (188.53, 91.58),
+    ("minimax-01", "f32"): (198.54, 16.1),
+    ("glm5-next", "f32"): (684.66, 590.48),
+}
+
+
+@pytest.mark.parametrize(("name", "kv_dtype"), OF_TYPES)
+def test_other_types_of_the_cache_are_not_below(tmp_path: Path, name: str, kv_dtype: Any) -> None:
+    one = FILES[name]
+    path = write(tmp_path / "m.gguf", one["arch"], one["values"], recorded=one["tensors"])
+    asked = (131072, 1), (4096, 64)
+    for (ctx, slots), printed in zip(asked, OF_TYPES[name, kv_dtype], strict=True):
+        plan = um.plan(path, ctx=ctx, slots=slots, kv_dtype=kv_dtype, engine="llama.cpp")
+        assert printed <= plan["compute"].nbytes / MIB < 6 * printed + 16
+
+
 def test_a_file_without_widths_never_fits(tmp_path: Path) -> None:
     values = FILES["llama"]["values"]
     path = write(tmp_path / "m.gguf", "llama", values, recorded=[["t", [4, 4], []]])
@@ -116,8 +145,8 @@ def test_no_cache_is_left_out(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "m.gguf", one["arch"], one["values"])
     assert um.plan(path, ctx=4096, machine={"memory": "64G"}).verdict == "fits"
     # A file that lacks what the cache follows from is known to be one.
-    del one["values"]["block_count"]
-    plan = um.plan(write(path, one["arch"], one["values"]), ctx=4096, machine={"memory": "64G"})
+    values = {key: value for key, value in one["values"].items() if key != "block_count"}
+    plan = um.plan(write(path, one["arch"], values), ctx=4096, machine={"memory": "64G"})
     has_cache = any(sizes["kv"] or sizes["states"] for sizes in one.get("printed", ()))
     if has_cache:
         assert (plan.verdict, plan.fits) == ("at least", None)

@@ -43,6 +43,7 @@ from unimem.cli.options import (
     path_or_url,
     value_option,
 )
+from unimem.engine import embedded_model
 from unimem.errors import CacheFull, PlacementWarning
 from unimem.governor import Governor
 from unimem.kv import snapshot
@@ -269,8 +270,6 @@ def run(
     if prompt is None and model is None and resume is None:
         prompt = DEFAULT_PROMPT
     _check_usage(prompt, options)
-    from unimem.engine import embedded_model
-
     path = embedded_model() if model is None else path_or_url(model)
     started = time.perf_counter()
     not_saved: BaseException | None = None
@@ -285,10 +284,9 @@ def run(
         assert isinstance(weights, Weights)
         assert plan is not None  # for_model made both
         with (
-            _new_decoder(weights, layout, plan, options, prefixes) as decoder,
+            _new_decoder(weights, layout, plan, options, prefixes, tokenizer) as decoder,
             _governing(decoder, options) as governor,
         ):
-            decoder._tokenizer = tokenizer
             talk = _talk(decoder, prompt or "", options, tokens)
             _warm(weights, plan)  # last: errors are reported at once
             fallbacks.show(plan)
@@ -376,13 +374,18 @@ def _load(path: Path | str, options: Options) -> Layout:
 
 
 def _new_decoder(
-    weights: Weights, layout: Layout, plan: Plan, options: Options, store: KVStore | None
+    weights: Weights,
+    layout: Layout,
+    plan: Plan,
+    options: Options,
+    store: KVStore | None,
+    tokenizer: Tokenizer,
 ) -> Decoder:
     """Make the decoder, which repacks the model if the plan says so."""
     from unimem.engine import Decoder
 
     with terminal.updates("loading") as progress:
-        return Decoder(
+        decoder = Decoder(
             weights,
             ctx=plan.ctx,
             kv_dtype=plan.kv_dtype,
@@ -393,6 +396,8 @@ def _new_decoder(
             store=store,
             progress=progress,
         )
+    decoder._tokenizer = tokenizer
+    return decoder
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from unimem.planning.widths import Widths
 if TYPE_CHECKING:
     from unimem.models.shapes import Layers, Shape
 
-__all__ = ["MOST_SLOTS", "NOT_EXACT", "NO_COMPUTE", "Engine", "LlamaSession", "Slots"]
+__all__ = ["ArchGraph", "Engine", "LlamaSession", "Slots"]
 
 Engine: TypeAlias = Literal["unimem", "llama.cpp"]
 """The engine that a plan is for."""
@@ -43,7 +43,7 @@ _N_DRAFTED = 3  # tokens, by llama-server's default: a state is kept for each, t
 _THREADS_BYTES = 4 << 20  # for what its threads note beside the buffers
 
 
-class Graph(NamedTuple):
+class ArchGraph(NamedTuple):
     """What the graphs of an architecture hold more than others do.
 
     Attributes
@@ -74,18 +74,18 @@ class Graph(NamedTuple):
 
 
 _GRAPHS = {
-    "chameleon": Graph(logits=2),
-    "qwen3tts": Graph(logits=2),
-    "grok": Graph(scores=1, by_head=1),
-    "t5": Graph(by_head=4, encodes=True),
-    "t5encoder": Graph(by_head=4),
-    "deepseek32": Graph(scores=2),
-    "glm-dsa": Graph(scores=2),
-    "deepseek4": Graph(scores=2.5, states=10),
-    "glm5-next": Graph(scores=1.25, by_slot=True),
-    "qwen4exp": Graph(scores=1.25, by_slot=True),
-    "minimax-m3": Graph(scores=2, by_index=2),
-    "minimax-01": Graph(chunk=3 * _UBATCH),
+    "chameleon": ArchGraph(logits=2),
+    "qwen3tts": ArchGraph(logits=2),
+    "grok": ArchGraph(scores=1, by_head=1),
+    "t5": ArchGraph(by_head=4, encodes=True),
+    "t5encoder": ArchGraph(by_head=4),
+    "deepseek32": ArchGraph(scores=2),
+    "glm-dsa": ArchGraph(scores=2),
+    "deepseek4": ArchGraph(scores=2.5, states=10),
+    "glm5-next": ArchGraph(scores=1.25, by_slot=True),
+    "qwen4exp": ArchGraph(scores=1.25, by_slot=True),
+    "minimax-m3": ArchGraph(scores=2, by_index=2),
+    "minimax-01": ArchGraph(chunk=3 * _UBATCH),
 }
 
 
@@ -175,7 +175,6 @@ class LlamaSession:
         return -(-max(1, -(-each // layers.every)) // _PAD) * _PAD
 
     def _rows_bytes(self, layers: Layers, ctx: int) -> int:
-        n, is_divided = self.slots
         row = sum(
             row_bytes_of(1, layers.n_heads * size, kind)
             for size, kind in zip(
@@ -183,8 +182,20 @@ class LlamaSession:
             )
             if size
         )
-        n_streams = n if is_divided or layers.is_divided else 1
-        return int(layers.n_layers * n_streams * self._cells(layers, ctx) * row)
+        return int(layers.n_layers * self._n_streams(layers) * self._cells(layers, ctx) * row)
+
+    def _n_streams(self, layers: Layers) -> int:
+        return self.slots.n if self.slots.is_divided or layers.is_divided else 1
+
+    def _cast_bytes(self, ctx: int) -> int:
+        """Return the bytes of the float16 copies that are made of one layer's float32."""
+        if "f32" not in kv_pair(self.kv_dtype):
+            return 0
+        found = 0
+        for layers in self.shape.cache or ():
+            values = layers.n_heads * (layers.k_size + (layers.v_size or layers.k_size))
+            found += 2 * self._n_streams(layers) * self._cells(layers, ctx) * values
+        return found
 
     @property
     def is_computed(self) -> bool:
@@ -200,7 +211,7 @@ class LlamaSession:
         widths, vocab = self.widths, self.shape.vocab_size
         if widths is None or vocab is None:
             return 0
-        graph, n = _GRAPHS.get(str(self.shape.arch), Graph()), self.slots.n * self.batch
+        graph, n = _GRAPHS.get(str(self.shape.arch), ArchGraph()), self.slots.n * self.batch
         kinds = {(k.window, k.every, k.is_divided): k for k in self.shape.cache or ()}
         cells = sum(self._cells(layers, ctx) for layers in kinds.values())
         seen = cells + _UBATCH  # and its own
@@ -211,6 +222,7 @@ class LlamaSession:
         found = 4 * _UBATCH * (values + scores * seen) + 2 * _UBATCH * seen
         states = (one.nbytes for one in self.shape.layers if isinstance(one, KeptState))
         found += graph.states * n * self._kept * max(states, default=0)
+        found += self.batch * self._cast_bytes(ctx)
         if graph.encodes:
             encoded = self.shape.max_ctx or ctx
             found += 4 * encoded * (3 * widths.keys + widths.hidden + 3 * _UBATCH)
