@@ -41,6 +41,8 @@ test: test-c test-py
 # Everything there is: the fast tier, the slow tests, and searches with ten times the examples.
 test-all: export UNIMEM_TESTS_ALL = 1
 test-all: test-c $(VENV)/.frameworks
+	$(BIN)/python -m unimem_bench.llama_build >/dev/null \
+	    || echo "*** llama.cpp cannot be built: the tests beside it will be SKIPPED" >&2
 	$(PYTEST) --all
 
 test-c: $(VENV)/.installed
