@@ -57,7 +57,7 @@ AHEAD_WORDS = {"own": "the disk's own read-ahead", "128k": "a read-ahead of 128 
 ROUTINGS: tuple[Routing, ...] = get_args(Routing)
 N_CTX, N_PREFILL = 1024, 512
 # A measurement of decode, and how long it may take: mapped files need seconds for a token.
-N_TOKENS, N_WARM, MOST_S, MOST_WARM_S = 24, 96, 6.0, 20.0
+N_TOKENS, N_WARM, MOST_S, MOST_WARM_S = 24, 96, 4.0, 15.0
 N_QUICK_TOKENS, N_QUICK_WARM, QUICK_MOST_S = 6, 24, 2.0
 MOST_PREFILL_S = 120.0
 SPARE_BYTES = 48 << 20  # of a cgroup, for page tables and the pages of libraries
@@ -183,7 +183,7 @@ def run(measure: Measure, work: Work) -> None:
             {name: side for name, side in measured.items() if name not in PEERS},
             {name: side for name, side in measured.items() if name in PEERS},
             {LIMIT: limit},
-            rounds=3 if work.batch > 1 else 7,
+            rounds=3 if work.batch > 1 else 5,
             quick_rounds=3,
             warmup=1,
             pids=[side.process.pid for side in (*sides.values(), all_fits)],
