@@ -30,7 +30,7 @@ WORKERS ?= $(shell nproc)
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --timeout 600
 
 .PHONY: run test test-all test-c test-py coverage mutants test-numa test-gpu models faults kills wheels \
-        gpu-wheels docs release-check check format asan tsan fuzz soak install bench bench-docs clean
+        gpu-wheels docs release-check check format asan tsan fuzz soak install bench bench-docs bench-stream clean
 
 run: $(VENV)/.run
 	$(BIN)/unimem run
@@ -214,6 +214,12 @@ soak: $(VENV)/.installed
 # All suites, half an hour. QUICK=--quick takes two minutes.
 bench: $(VENV)/.frameworks
 	$(BIN)/unimem bench $(QUICK) --dir $(BUILD)/bench --output $(BUILD)/bench/unimem-bench.json
+
+# Models larger than memory, for docs/streaming.md: as root, an hour and 20 GB of disk.
+bench-stream: $(VENV)/.frameworks
+	$(BIN)/python -m unimem_bench.llama_build >/dev/null
+	$(BIN)/unimem bench stream --dir $(BUILD)/bench --output bench/results/stream.json
+	$(BIN)/python tools/streaming_page.py bench/results/stream.json
 
 # The document that is made of the runs in the repository, and all of its plots in build/bench-docs.
 bench-docs: $(VENV)/.installed

@@ -4,8 +4,6 @@
 They are for models that have no room in memory. Without them, the first touch of each page waits
 for the disk, and the machine's read-ahead decides how much is read that nothing needs.
 """
-import numpy as np
-
 from unimem.backends import ggml
 
 cimport numpy as cnp

@@ -77,7 +77,6 @@ cdef void bring_experts(char *header, const void *given, int thread, int n_threa
         um.um_pieces_prefetch(reading.pieces, reading.ids, node.n_experts, &err)
 
 
-
 cdef struct LayerNode:
     Reading *reading
     int32_t piece
