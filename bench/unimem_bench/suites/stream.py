@@ -68,7 +68,7 @@ PIECE_BYTES = 512  # of a piece that only counts
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class StreamWay:
     """How a process has its weights."""
 
     kind: str  # the library
@@ -77,16 +77,16 @@ class Way:
 
 _MMAP = {"repack": False, "load_mode": "mmap"}
 WAYS = {
-    STREAMED: Way("unimem", {"load": "stream"}),
-    MAPPED: Way("unimem", {"load": "map"}),
-    LLAMA: Way("llama.cpp", {**_MMAP, "lazy": "off"}),
-    LAZY: Way("llama.cpp", {**_MMAP, "lazy": "on"}),
+    STREAMED: StreamWay("unimem", {"load": "stream"}),
+    MAPPED: StreamWay("unimem", {"load": "map"}),
+    LLAMA: StreamWay("llama.cpp", {**_MMAP, "lazy": "off"}),
+    LAZY: StreamWay("llama.cpp", {**_MMAP, "lazy": "on"}),
 }
 PEERS = (LLAMA, LAZY)
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class StreamWork:
     """A model with too little room, and what is measured."""
 
     model: Callable[[Measure], Mixture]
@@ -100,7 +100,7 @@ class Asked:
     """One side's process, and its next tokens."""
 
     process: TimedProcess
-    work: Work
+    work: StreamWork
     mixture: Mixture
     quick: bool
     at: int = 0
@@ -149,7 +149,7 @@ def dense(measure: Measure) -> Mixture:
     return Mixture(path, tokens, sum(layers))
 
 
-def run(measure: Measure, work: Work) -> None:
+def run(measure: Measure, work: StreamWork) -> None:
     """Measure all sides in their cgroups, alternately, and the limit beside them."""
     cpus = measure.pin(None)
     found = work.model(measure)
@@ -195,7 +195,7 @@ def run(measure: Measure, work: Work) -> None:
 
 @contextmanager
 def _limited(
-    measure: Measure, name: str, way: Way, work: Work, found: Mixture, n_threads: int
+    measure: Measure, name: str, way: StreamWay, work: StreamWork, found: Mixture, n_threads: int
 ) -> Iterator[TimedProcess]:
     """Start a side in a cgroup with too little room, with its own copy of the model."""
     streamed = found.expert_bytes * work.room // 100
@@ -250,7 +250,7 @@ def all_fits(measure: Measure) -> None:
     cpus = measure.pin(None)
     found = mixture(measure, "uniform")
     states.require_room(memory=3 * found.path.stat().st_size)
-    work = Work(partial(mixture, routing="uniform"), 100, None)
+    work = StreamWork(partial(mixture, routing="uniform"), 100, None)
     ways: dict[str, dict[str, Any]] = {
         STREAMED: {"load": "stream", "budget": found.path.stat().st_size + SPARE_BYTES},
         COPIED: {"load": "copy"},
@@ -376,7 +376,7 @@ def declare(routing: Routing, ahead: str, room: int) -> None:
         targets=[faster(peer, factor, issue=43, side=STREAMED) for peer in PEERS]
         + [costs(LIMIT, 1.25, issue=43, side=STREAMED)],
         in_quick=routing != "trained" and room == 50,
-    )(partial(run, work=Work(model, room, AHEADS[ahead])))
+    )(partial(run, work=StreamWork(model, room, AHEADS[ahead])))
     if room == 50:
         SUITE.case(
             f"prefill-{routing}-{ahead}-{room}",
@@ -384,7 +384,7 @@ def declare(routing: Routing, ahead: str, room: int) -> None:
             unit="ms",
             targets=[faster(peer, 2.0, issue=43, side=STREAMED) for peer in PEERS],
             in_quick=routing == "uniform",
-        )(partial(run, work=Work(model, room, AHEADS[ahead], batch=N_PREFILL)))
+        )(partial(run, work=StreamWork(model, room, AHEADS[ahead], batch=N_PREFILL)))
 
 
 def declare_dense(ahead: str) -> None:
@@ -396,7 +396,7 @@ def declare_dense(ahead: str) -> None:
         unit="ms",
         targets=[faster(peer, 2.0, issue=43, side=STREAMED) for peer in PEERS]
         + [costs(LIMIT, 1.25, issue=43, side=STREAMED)],
-    )(partial(run, work=Work(dense, DENSE_ROOM, AHEADS[ahead])))
+    )(partial(run, work=StreamWork(dense, DENSE_ROOM, AHEADS[ahead])))
 
 
 def declare_misses(name: str, room: int) -> None:

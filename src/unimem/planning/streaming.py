@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from unimem.system.placement import PlacementOptions
     from unimem.weights.opened import Weights
 
-__all__ = ["WHY_STREAMED", "Reading", "StreamedWeights"]
+__all__ = ["Reading", "StreamedWeights"]
 
 WHY_STREAMED = "mapped, it would not stay in memory"
 _PADDING, _SLOTS = "weights:padding", "weights:slots"
