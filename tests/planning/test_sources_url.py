@@ -45,7 +45,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelServer]:
 def said(plan: um.Plan) -> dict[str, Any]:
     """Return the parts of a plan that depend on neither the moment nor the model's location."""
     found = plan.to_dict()
-    for name in ("checks", "available_bytes", "spilled_bytes", "fits", "advice"):
+    for name in ("checks", "available_bytes", "spilled_bytes", "fits", "advice", "unhashed_bytes"):
         del found[name]
     places = ("model", "read_bytes", "file_bytes")
     facts = {name: fact for name, fact in plan.facts.items() if name not in places}

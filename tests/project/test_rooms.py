@@ -41,7 +41,8 @@ BENCH_FLOORS = (
     {"states", "huge_pages", "models", "weight_files", "buffer_instances", "kv_sides", "kv_rings"}
     | {"side_server", "unimem_side", "llama_cpp_side", "llama_start", "decoders", "decoding"}
     | {"memory", "cgroup", "timed", "timed_side", "kv_quants"}
-    | {"llama_build", "llama_cpp", "llama_flags"},
+    | {"llama_build", "llama_cpp", "llama_flags", "mixtures", "trained_mixture"}
+    | {"policies", "read_ahead"},
     {"suites"},
     {"worker", "run", "advise"},
     {"texts", "tables", "answers", "markdown", "compare", "plots", "page"},

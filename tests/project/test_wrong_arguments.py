@@ -123,6 +123,7 @@ Weights.lock: t.weights().lock(how=False)
 Weights.on: t.weights().on(node=None)
 Weights.to_device: t.weights().to_device(tape=t.tape())
 Weights.warm: t.weights().warm(threads=1, progress=None)
+doctor: um.doctor(disk=None)
 measure: um.measure()(function=len)
 open_weights: um.open_weights(path=MODEL, load='map', progress=None, tape=None, threads=1,
     advice=None, verify=True, **PLACEMENT)

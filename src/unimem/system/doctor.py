@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from unimem.base import kernel_files
+from unimem.base.arguments import file_path
 from unimem.base.kernel_files import parse_kib, parse_list
 from unimem.system import limits
 from unimem.system.cgroups import cgroups_above
@@ -100,6 +101,8 @@ def doctor(*, disk: str | os.PathLike[str] | None = None) -> Machine:
     ------
     OSError
         `disk` cannot be read or written, is in memory, or has no direct reads.
+    TypeError, ValueError
+        `disk` is no path.
 
     Examples
     --------
@@ -124,20 +127,20 @@ def doctor(*, disk: str | os.PathLike[str] | None = None) -> Machine:
             _cpuset_path({node.id for node in nodes.values() if not node.allowed}),
         ),
         capabilities=_capabilities(status),
-        disks=find_disks() if disk is None else _with_measured(disk),
+        disks=find_disks() if disk is None else _with_measured(file_path(disk, "disk")),
     )
     from unimem.system.findings import judge
 
     return replace(machine, findings=judge(machine))
 
 
-def _with_measured(path: str | os.PathLike[str]) -> tuple[Disk, ...]:
+def _with_measured(path: str) -> tuple[Disk, ...]:
     """Measure a disk and remember its speed; return all disks."""
     os.stat(path)  # a missing path lies on no disk
     found = disk_of(path)
     if found is None:
         text = "It is in memory, or on no disk that this process sees"
-        raise OSError(errno.EINVAL, text, os.fspath(path))
+        raise OSError(errno.EINVAL, text, path)
     measured = replace(found, speed=measure_speed(path))
     assert measured.speed is not None
     remember(found.name, measured.speed)
