@@ -25,6 +25,8 @@
 extern "C" {
 #endif
 
+/* ---- pieces ---- */
+
 #define UM_PIECES_MAX_PARTS 8
 
 /* Where a part of a piece is. */
