@@ -170,10 +170,11 @@ def _ledger(folder: Path) -> dict[str, Any]:
     text = published._to_text(entries)
     sizes = len(published._COLUMNS), 1, len(text), zlib.crc32(text)
     head = published._HEAD.pack(published._MAGIC, published._VERSION, 7, 11, *sizes)
-    row = struct.pack("=5Q", 5, 3, 100, 2, 8192)
+    values = 5, 3, 100, 2, 40, 8, 4096, 900
+    row = struct.pack("=9Q", *values, 8192)
     raw = (head.ljust(published._ROWS_AT, b"\0") + row).ljust(published._TEXT_AT, b"\0") + text
     (folder / "ledger").write_bytes(raw.ljust(published.NBYTES, b"\0"))
-    counters = dict(zip(published.COUNTERS, (5, 3, 100, 2), strict=True))
+    counters = dict(zip(published.COUNTERS, values, strict=True))
     return {"pid": 7, "started": 11, "names": ["weights", "cache"], "counters": counters}
 
 

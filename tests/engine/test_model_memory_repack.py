@@ -19,6 +19,7 @@ from unimem.backends import ggml, ggml_orders
 from unimem.engine import Decoder
 from unimem.engine.graph import Headers
 from unimem.planning import repack_gain as planned
+from unimem.planning.streaming import WHY_STREAMED
 from unimem.system import limits
 from unimem.system.limits import Limit
 from unimem.weights.loading import WHY_MAPPED
@@ -210,7 +211,7 @@ def test_auto_leaves_small_models(model: Path) -> None:
     assert um.plan(model, **OPTIONS).load == "map"
 
 
-def test_auto_maps_where_there_is_no_room(
+def test_auto_streams_where_there_is_no_room(
     model: Path, gains: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("unimem.system.limits.huge_pools", dict)
@@ -227,8 +228,9 @@ def test_auto_maps_where_there_is_no_room(
     leave(needed)
     assert um.plan(model, **OPTIONS).load == "repack"
     leave(plan.required_bytes - plan["other"].nbytes - 1)  # headers exist already
-    mapped = um.plan(model, **OPTIONS)
-    assert (mapped.load, mapped.load_reason) == ("map", f"{WHY_MAPPED}; {planned.NO_ROOM}")
+    streamed = um.plan(model, **OPTIONS)
+    assert (streamed.load, streamed.verdict) == ("stream", "streams")
+    assert streamed.load_reason == WHY_STREAMED
     refused = um.plan(model, load="repack", **OPTIONS)
     assert refused.verdict == "does not fit"
     with pytest.raises(um.CapacityError, match="memory of the machine"):
