@@ -57,8 +57,8 @@ ASKED: dict[tuple[int, str], dict[str, list[float]]] = {
     # Decode behind two lengths and a long prompt, three caches, one thread and all.
     (41, "context"): {"speed": [1] * 18},
     (22, "kv"): {"speed": [0.9] * 6 + [1] * 6, "cost": [1.1]},
-    # Misses beside the best policy; all in memory; tokens beside llama.cpp, at half of the room, and
-    # with a dense model and prompts; what the disk and the CPU allow; misses of uniform routing; a hit.
+    # Misses beside the best policy; all in memory; tokens beside llama.cpp, with half of the room,
+    # a dense model and prompts; what disk and CPU allow; misses of uniform routing; a hit.
     (43, "stream"): {
         "speed": [1 / 1.1] * 8 + [0.97] + [1] * 44 + [1.6] * 2 + [2] * 16 + [10] * 2,
         "cost": [1.25] * 26,
