@@ -3,6 +3,7 @@
 ``python tools/peer_table.py q4_k_m q8_0 --threads 1 2`` takes about 4 minutes a type on a quiet
 machine; the suite ``decode`` takes hours, since it searches the peer's flags anew. Here every
 candidate of the peer's flags is a side of the same rounds, and the fastest one is its best.
+``--behind 8192 --kv-dtype q8_0`` makes tokens behind as many invented ones, the same for all sides.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import get_args
 
 import numpy as np
@@ -31,20 +33,25 @@ OURS = "unimem"
 PHASES = {"prefill 512": 4, "decode": 12}  # rounds of each
 
 
-def measure(path: Path, n_threads: int) -> list[str]:
-    """Measure a model, and return a row for each phase."""
+def measure(path: Path, n_threads: int, behind: int, kv_dtype: str) -> list[str]:
+    """Measure a model, and return a row for each phase; only decode `behind` other tokens."""
     cpus = pin(n_threads)
     heat(path)
     with ExitStack() as stack:
-        start = partial(DecoderProcess, path, threads=n_threads, ctx=1024)
+        ctx = 1024 + behind
+        start = partial(DecoderProcess, path, threads=n_threads, ctx=ctx, kv_dtype=kv_dtype)
         library = llama_build.library()
         processes = {OURS: stack.enter_context(start())}
         for flags in CANDIDATES:
             process = start(kind="llama.cpp", library=library, flags=flags)
             processes[str(flags)] = stack.enter_context(process)
         pids = [process.pid for process in processes.values()]
+        if behind:
+            folder = stack.enter_context(TemporaryDirectory())
+            for process in processes.values():
+                process.fill(behind, Path(folder, "rows"))
         rows = []
-        for phase, rounds in PHASES.items():
+        for phase, rounds in list(PHASES.items())[behind > 0 :]:
             sides: dict[str, Side] = {
                 name: partial(process.decode, decoding.N_DECODE)
                 if phase == "decode"
@@ -53,7 +60,8 @@ def measure(path: Path, n_threads: int) -> list[str]:
             }
             found = alternate(sides, rounds=rounds, warmup=1, cpus=cpus, pids=pids).figures
             load = str(processes[OURS].facts["load"])
-            rows.append(_row(path, n_threads, phase, load, found))
+            what = f"{phase} behind {behind}, {kv_dtype}" if behind else phase
+            rows.append(_row(path, n_threads, what, load, found))
     return rows
 
 
@@ -76,6 +84,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--shape", default=decoding.SHAPE, choices=models.SHAPES)
     parser.add_argument("--dir", type=Path, default=Path("build/bench"), help="for the models")
+    parser.add_argument("--behind", type=int, default=0, help="tokens before those of decode")
+    parser.add_argument("--kv-dtype", default="f16", help="of all caches")
     parser.add_argument("--only-write", action="store_true", help="the models, and measure nothing")
     given = parser.parse_args()
     given.dir.mkdir(parents=True, exist_ok=True)
@@ -87,7 +97,8 @@ def main() -> None:
     print("\n".join((f"| {' | '.join(heads)} |", "|---" * len(heads) + "|")), file=sys.stdout)
     for path in paths:
         for n_threads in given.threads:
-            print(*measure(path, n_threads), sep="\n", flush=True)
+            rows = measure(path, n_threads, given.behind, given.kv_dtype)
+            print(*rows, sep="\n", flush=True)
 
 
 if __name__ == "__main__":
