@@ -135,10 +135,12 @@ def unpack(folder: Path, *, llama: bool = False, source: Mapping[str, str] | Non
     prefix = source["folder"] + "/"
     parts = ("",) if llama else ("ggml/", "LICENSE")
     with tarfile.open(fileobj=io.BytesIO(archive(source))) as tar:
+        # Python 3.11.3 and older have no filters; the archive's hash is known.
+        tar.extraction_filter = getattr(tarfile, "data_filter", None)
         for member in tar:
             if member.name.startswith(tuple(prefix + part for part in parts)):
                 member.name = member.name.removeprefix(prefix)
-                tar.extract(member, folder, filter="data")
+                tar.extract(member, folder)
     # A template that the archive lacks; ggml's CMake files read it.
     (folder / "ggml" / "ggml.pc.in").touch()
     stamp.write_text(wanted)
