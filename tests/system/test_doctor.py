@@ -70,10 +70,10 @@ def test_a_machine_that_shows_nothing(tmp_path: Path, machine: Invented) -> None
 def test_a_disk_is_measured_and_remembered(
     tmp_path: Path, machine: Invented, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured: list[Path] = []
+    measured: list[str] = []
     speed = DiskSpeed(2 << 30, 8 << 30, "2026-11-28")
 
-    def measure(path: Path) -> DiskSpeed:
+    def measure(path: str) -> DiskSpeed:
         measured.append(path)
         return speed
 
@@ -81,7 +81,7 @@ def test_a_disk_is_measured_and_remembered(
     (before,) = um.doctor().disks
     assert (before.name, before.speed, measured) == ("vda", None, [])
     (found,) = um.doctor(disk=tmp_path).disks
-    assert (found, measured) == (replace(before, speed=speed), [tmp_path])
+    assert (found, measured) == (replace(before, speed=speed), [str(tmp_path)])
     again = um.doctor()
     assert (again.disks, measured) == ((found,), [tmp_path])
     assert "vda: read-ahead 128.0 KiB, direct reads 2.0 GiB/s (2026-11-28)" in str(again)
