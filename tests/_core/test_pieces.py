@@ -119,7 +119,7 @@ def test_arrays_lie_over_all_slots(pieces: Pieces) -> None:
         pieces.stride(1)
 
 
-def settled_counters() -> dict[str, int]:
+def settled_counters() -> Any:
     """Return the counters once threads that have read are asleep again."""
     found = None
     while found != (found := counters()):

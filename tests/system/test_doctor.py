@@ -83,7 +83,7 @@ def test_a_disk_is_measured_and_remembered(
     (found,) = um.doctor(disk=tmp_path).disks
     assert (found, measured) == (replace(before, speed=speed), [str(tmp_path)])
     again = um.doctor()
-    assert (again.disks, measured) == ((found,), [tmp_path])
+    assert (again.disks, measured) == ((found,), [str(tmp_path)])
     assert "vda: read-ahead 128.0 KiB, direct reads 2.0 GiB/s (2026-11-28)" in str(again)
     machine.write("/proc/self/mountinfo", "1 0 0:60 / / rw - overlay overlay rw")
     (found,) = um.doctor(disk=tmp_path).disks
