@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-__all__ = ["commit", "put", "short_commit"]
+__all__ = ["commit", "put", "renew", "short_commit"]
 
 
 def commit() -> str:
@@ -26,5 +26,13 @@ def short_commit() -> str:
 
 def put(page: Path, begin: str, text: str, end: str) -> None:
     """Put a text between two marks of a document, in place of the old one."""
-    head, _, rest = page.read_text().partition(begin)
-    page.write_text(f"{head}{begin}{text}{end}{rest.partition(end)[2]}")
+    page.write_text(renew(page.read_text(), begin, text, end))
+
+
+def renew(page: str, begin: str, text: str, end: str) -> str:
+    """Return a page with a text between two marks; ValueError if the page lacks them."""
+    head, found, rest = page.partition(begin)
+    _, behind, tail = rest.partition(end)
+    if not found or not behind:
+        raise ValueError(f"the page lacks the lines {begin} and {end}")
+    return f"{head}{begin}{text}{end}{tail}"

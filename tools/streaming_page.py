@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from recorded import renew
 from unimem.base.atomic_file import write_text
 from unimem_bench import plots, stats
 from unimem_bench.markdown import table_lines, target_lines
@@ -103,21 +104,13 @@ def by_room(record: Record) -> Record:
     return replace(record, suites=[replace(own, cases=list(merged.values()))])
 
 
-def renew(page: str, made: str) -> str:
-    """Put a text between the markers of a page; ValueError if the page lacks them."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, behind = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{PAGE} lacks the lines {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n{made}\n{END}{behind}"
-
-
 def main(arguments: list[Any]) -> None:
     """Make tables and picture from the named record."""
     if len(arguments) != 1:
         sys.exit(f"usage: {Path(__file__).name} RECORD.json")
     record = Record.read(Path(arguments[0]))
-    text = renew(PAGE.read_text(encoding="utf-8"), "\n".join(lines(record)))
+    made = "\n".join(["", *lines(record), ""])
+    text = renew(PAGE.read_text(encoding="utf-8"), BEGIN, made, END)
     plots.save(by_room(record), PAGE.with_suffix(""), {SUITE})
     write_text(PAGE, text)
 

@@ -47,7 +47,7 @@ class Flags:
     huge_pages: bool = False
     flash: bool | None = None  # attention
     ubatch: int | None = None  # tokens that are computed at once
-    lazy: str | None = None  # of LAZY_MODES: tensors of which it reads rows when they are used
+    lazy: str | None = None  # of LAZY_MODES: rows of some tensors are read when they are used
 
     def environment(self) -> dict[str, str]:
         """Return what the environment of the process must have."""

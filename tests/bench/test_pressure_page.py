@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +9,17 @@ import pytest
 
 from support.project.bench_records import MACHINE, VERSIONS
 from support.project.checkout import ROOT
+from support.project.tools import load_tool
 from unimem_bench.record import CaseRecord, Record, SideRecord, SuiteRecord
 
 pytest.importorskip("unimem_bench.plots", reason="matplotlib is not installed")
 
-TOOL = ROOT / "tools" / "pressure_page.py"
 RECORDED, PAGE = ROOT / "bench/results/pressure.json", ROOT / "docs/pressure.md"
 
 
 @pytest.fixture
 def tool() -> Any:
-    spec = importlib.util.spec_from_file_location("pressure_page", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("pressure_page")
 
 
 def recorded() -> Record:
@@ -77,7 +71,7 @@ def test_what_is_no_record_of_it_changes_nothing(tool: Any) -> None:
     with pytest.raises(ValueError, match="no figures of the suite 'pressure'"):
         list(tool.lines(Record("", False, 0.0, {}, {}, [])))
     with pytest.raises(ValueError, match="lacks the lines"):
-        tool.renew("a page", "text")
+        tool.renew("a page", tool.BEGIN, "text", tool.END)
     with pytest.raises(SystemExit, match=r"usage: pressure_page.py"):
         tool.main([])
 
@@ -87,4 +81,4 @@ def test_the_page_in_the_repository_is_of_the_record_there(tool: Any) -> None:
     if RECORDED.exists():
         made = "\n".join(tool.lines(Record.read(RECORDED)))
     text = PAGE.read_text()
-    assert tool.renew(text, made) == text
+    assert tool.renew(text, tool.BEGIN, f"\n{made}\n", tool.END) == text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +9,18 @@ import pytest
 
 from support.project.bench_records import MACHINE, VERSIONS
 from support.project.checkout import ROOT
+from support.project.tools import load_tool
 from unimem_bench.record import CaseRecord, Record, SideRecord, SuiteRecord
 from unimem_bench.suites.stream import LIMIT, LLAMA, MAPPED, STREAMED
 
 pytest.importorskip("unimem_bench.plots", reason="matplotlib is not installed")
 
-TOOL = ROOT / "tools" / "streaming_page.py"
 RECORDED, PAGE = ROOT / "bench/results/stream.json", ROOT / "docs/streaming.md"
 
 
 @pytest.fixture
 def tool() -> Any:
-    spec = importlib.util.spec_from_file_location("streaming_page", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("streaming_page")
 
 
 def recorded() -> Record:
@@ -91,7 +85,7 @@ def test_what_is_no_record_of_it_changes_nothing(tool: Any) -> None:
     with pytest.raises(ValueError, match="no figures of the suite 'stream'"):
         list(tool.lines(Record("", False, 0.0, {}, {}, [])))
     with pytest.raises(ValueError, match="lacks the lines"):
-        tool.renew("a page", "text")
+        tool.renew("a page", tool.BEGIN, "text", tool.END)
     with pytest.raises(SystemExit, match=r"usage: streaming_page.py"):
         tool.main([])
 
@@ -101,4 +95,4 @@ def test_the_page_in_the_repository_is_of_the_record_there(tool: Any) -> None:
     if RECORDED.exists():
         made = "\n".join(tool.lines(Record.read(RECORDED)))
     text = PAGE.read_text()
-    assert tool.renew(text, made) == text
+    assert tool.renew(text, tool.BEGIN, f"\n{made}\n", tool.END) == text

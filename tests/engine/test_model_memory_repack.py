@@ -211,7 +211,7 @@ def test_auto_leaves_small_models(model: Path) -> None:
     assert um.plan(model, **OPTIONS).load == "map"
 
 
-def test_auto_streams_where_there_is_no_room(
+def test_auto_maps_where_a_copy_has_no_room_and_streams_where_nothing_has(
     model: Path, gains: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("unimem.system.limits.huge_pools", dict)
@@ -227,7 +227,10 @@ def test_auto_streams_where_there_is_no_room(
 
     leave(needed)
     assert um.plan(model, **OPTIONS).load == "repack"
-    leave(plan.required_bytes - plan["other"].nbytes - 1)  # headers exist already
+    leave(needed - plan["other"].nbytes - 1)  # headers exist already
+    mapped = um.plan(model, **OPTIONS)
+    assert (mapped.load, mapped.load_reason) == ("map", f"{WHY_MAPPED}; {planned.NO_ROOM}")
+    leave(plan.required_bytes - plan["other"].nbytes - 1)
     streamed = um.plan(model, **OPTIONS)
     assert (streamed.load, streamed.verdict) == ("stream", "streams")
     assert streamed.load_reason == WHY_STREAMED

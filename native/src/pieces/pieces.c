@@ -28,7 +28,7 @@
 enum {
     MOST_READS = 1024,
     REQUEST_NBYTES = 1 << 20, /* of one read; whole units */
-    AWAITED_CALLS = 32        /* so many calls after a prefetch, a use is no longer expected */
+    AWAITED_CALLS = 32        /* after a prefetch, until a use is no longer expected */
 };
 /* A use counts half after 20 uses of each piece on average. If all pieces are used alike, a shorter
  * memory takes chance for a habit; a longer one does not notice that habits change. */

@@ -21,7 +21,7 @@ typedef enum um__slot_state {
 typedef struct um__piece {
     uint32_t slot; /* or UM__NO_SLOT */
     uint32_t pool;
-    double weight;        /* its uses, of which older ones count less */
+    double weight;        /* its uses; older ones count less */
     uint64_t first_range; /* the number of its first part's range */
     bool is_marked;       /* while a call counts its pieces */
 } um__piece;

@@ -16,10 +16,10 @@ from cpython.exc cimport PyErr_CheckSignals
 from libc.math cimport isfinite
 from libc.stdint cimport int32_t, int64_t, uint16_t, uint64_t, uintptr_t
 from libc.string cimport memcpy
-from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 from unimem._core cimport native as um
 from unimem.engine.pieces_op cimport PieceReader, Reading
+from unimem.engine.clock cimport now_ns
 from unimem.engine.thread_count cimport ThreadCount
 from unimem.engine.turns cimport Turn
 from unimem.kv.cache.cache cimport KVCache
@@ -85,12 +85,6 @@ cdef struct Part:  # the cache of one kind of layers
     int64_t *rows  # input of both graphs
     uint64_t row, held  # the row of the next token, and the number of tokens before it
     int64_t shown_first, shown_last  # rows that the mask of the decode graph shows
-
-
-cdef int64_t now_ns() noexcept nogil:
-    cdef timespec t
-    clock_gettime(CLOCK_MONOTONIC, &t)
-    return t.tv_sec * <int64_t>1_000_000_000 + t.tv_nsec
 
 
 cdef struct Watch:  # on a graph that is being computed

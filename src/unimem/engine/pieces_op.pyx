@@ -11,10 +11,10 @@ from unimem.backends import ggml
 
 cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t, uint64_t, uintptr_t
-from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 from unimem._core cimport native as um
 from unimem._core.pieces cimport Holder, Pieces
+from unimem.engine.clock cimport now_ns
 
 cnp.import_array()
 
@@ -26,12 +26,6 @@ cdef size_t DATA = ggml.DATA_OFFSET
 cdef enum:
     # A batch that uses each expert of a layer this many times on average uses nearly all of them.
     MANY = 4
-
-
-cdef int64_t now_ns() noexcept nogil:
-    cdef timespec t
-    clock_gettime(CLOCK_MONOTONIC, &t)
-    return t.tv_sec * <int64_t>1_000_000_000 + t.tv_nsec
 
 
 cdef bint bring(Reading *reading, size_t n) noexcept nogil:

@@ -514,7 +514,7 @@ class _Planner:
         return self._source.widths is not None and self._source.shape.vocab_size is not None
 
     def _not_counted(self, options: PlanOptions) -> tuple[str, ...]:
-        """Explain what of drafts and of the scratch memory no row has, or not exactly."""
+        """Explain which parts of drafts and scratch memory no row has, or not exactly."""
         no_scratch = self._source.shape.no_scratch
         if options.engine == "llama.cpp":
             beside = () if self._beside is None else self._beside.unknown

@@ -138,7 +138,7 @@ class StreamedWeights:
         return cls(weights, StreamPlan(stream._table, stream._budget, types, [], 0), is_open=True)
 
     def _sum(self, counts: list[int]) -> int:
-        """Return the bytes of so many pieces of each kind."""
+        """Return the bytes of the counted pieces of each kind."""
         kinds = self._plan.table.kinds
         return sum(n * kind.piece_bytes for n, kind in zip(counts, kinds, strict=True))
 
@@ -189,7 +189,7 @@ class StreamedWeights:
         return Reading(self.used_bytes, round(read), self.whole_bytes)
 
     def mapped_reading(self, spilled_bytes: int, read_ahead_bytes: int) -> Reading:
-        """Return what a token reads of a mapped file, some of which has no room.
+        """Return what a token reads of a mapped file that has not enough room.
 
         What every token uses is taken to stay, as far as it can. Each part of an expert that is
         read brings a read-ahead more than is used.

@@ -42,7 +42,7 @@ _ENOUGH_BYTES = 1 << 30  # of a file, to look no further
 _MOST_NAMES = 20_000  # of files to choose from
 _MADE_BYTES = 256 << 20
 _NAME_CHARS = 200
-# Memory is read in pieces of which a core has many.
+# Each core reads many pieces of the memory.
 _MEMORY_BYTES, _PIECE_BYTES, _PASSES = 128 << 20, 4 << 20, 6
 
 

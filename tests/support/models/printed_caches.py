@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from support.project.checkout import ROOT
+from support.project.tools import load_tool
 
 __all__ = ["RECORD", "write"]
 
@@ -17,11 +17,7 @@ RECORD: dict[str, Any] = json.loads(
 )
 """As ``tools/llama_cpp_caches.py`` has recorded it."""
 
-_spec = importlib.util.spec_from_file_location("caches", ROOT / "tools/llama_cpp_caches.py")
-assert _spec is not None
-assert _spec.loader is not None
-_caches = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_caches)
+_caches = load_tool("llama_cpp_caches")
 
 
 def write(
