@@ -32,7 +32,8 @@ __all__ = ["DecoderProcess", "Kind", "NoPeer", "SideError"]
 
 Kind = Literal["unimem", "llama.cpp"]
 
-MIN_IDLE_S, MAX_IDLE_SHARE = 0.1, 0.02
+# To read a request costs CPU time; threads that wait for work by spinning use a whole CPU.
+_IDLE_SHARE, _REQUEST_CPU_S = 0.02, 0.005
 _END_S = 10.0  # that a process has to end when asked
 _TAIL_LINES = 3  # of the errors of a process that died
 
@@ -88,7 +89,7 @@ class DecoderProcess:
         self._ctx = ctx
         self._prompt: list[int] = []
         self._length = 0
-        self._idle_s = self._idle_cpu_s = 0.0
+        self._n_requests, self._idle_s, self._idle_cpu_s = 0, 0.0, 0.0
         options: dict[str, Any] = {"model": os.fspath(model), "ctx": ctx, "threads": threads}
         options["kv_dtype"] = kv_dtype
         if kind == "unimem":
@@ -168,10 +169,8 @@ class DecoderProcess:
 
         SideError if it took CPU time from other processes, whose figures are then useless.
         """
-        if self._idle_s < MIN_IDLE_S:
-            return  # reading a request would be a large share
-        share = self._idle_cpu_s / self._idle_s
-        if share > MAX_IDLE_SHARE:
+        if self._idle_cpu_s > _IDLE_SHARE * self._idle_s + _REQUEST_CPU_S * self._n_requests:
+            share = self._idle_cpu_s / self._idle_s
             raise SideError(f"the {self.kind} side used {share:.0%} of a CPU while it waited")
 
     def _decode(self, n: int) -> dict[str, Any]:
@@ -197,6 +196,7 @@ class DecoderProcess:
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise SideError(f"the {self.kind} side: {answer['error']}")
+        self._n_requests += 1
         self._idle_s += answer.pop("wait_s")
         self._idle_cpu_s += answer.pop("wait_cpu_s")
         return answer

@@ -261,7 +261,8 @@ def _remove(folder: str, fd: int) -> None:
     """Remove a folder and its contents; one without a descriptor is empty."""
     import shutil
 
-    for name in os.listdir(fd) if fd >= 0 else ():
+    # Listed by its path: `fd` shares its position with a keeper that may be listing, too.
+    for name in os.listdir(f"/proc/self/fd/{fd}") if fd >= 0 else ():
         with suppress(FileNotFoundError):
             try:
                 os.unlink(name, dir_fd=fd)

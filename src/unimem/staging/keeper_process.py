@@ -75,7 +75,8 @@ def _show(ready: int, note: int) -> None:
 
 def _remove(folder: int) -> None:
     """Remove a folder by its descriptor: another folder may have its path by now."""
-    for name in os.listdir(folder):
+    # The descriptor shares its position with the process that gave it, which may list it, too.
+    for name in os.listdir(f"/proc/self/fd/{folder}"):
         with suppress(OSError):
             os.unlink(name, dir_fd=folder)
     with suppress(OSError):
