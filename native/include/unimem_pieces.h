@@ -49,9 +49,11 @@ typedef struct um_pieces_pool {
 
 /* Which piece is evicted. A piece that a holder keeps is never evicted. */
 typedef enum um_pieces_policy {
-    UM_PIECES_FREQUENT = 0, /* the one used least, where older uses count less */
-    UM_PIECES_RECENT,       /* the one not used for the longest time (LRU) */
-    UM_PIECES_CYCLE,        /* the one used last: best where all pieces are used in a circle */
+    /* The one that is worth least by its uses, where older ones count less, and those of its group's
+     * last call more; and by how soon it is the group's turn, as groups call in order. */
+    UM_PIECES_FREQUENT = 0,
+    UM_PIECES_RECENT, /* the one not used for the longest time (LRU) */
+    UM_PIECES_CYCLE,  /* the one used last: best where all pieces are used in a circle */
     UM_PIECES_POLICY_COUNT
 } um_pieces_policy;
 
@@ -70,6 +72,10 @@ typedef struct um_pieces_spec {
     uint32_t n_pieces;
     const uint32_t *pool_of;       /* of each piece */
     const um_pieces_range *ranges; /* of all parts of the first piece, then of the second, ... */
+    /* Of each piece: a call asks for pieces of one group, such as the experts of a layer. NULL: all
+     * are one group. */
+    const uint32_t *group_of;
+    uint32_t n_groups;
     um_pieces_policy policy;
     um_pieces_io io;
     uint32_t n_reads; /* the most reads under way, up to 1024; 0: chosen */
@@ -105,7 +111,8 @@ UM_API UM_CHECKED um_status um_pieces_layout(um_pieces_spec *spec, um_error *err
 /* Makes a cache without a piece in it. The memory of the pools has to stay until it is destroyed.
  *
  * - UM_E_INVALID: as um_pieces_layout; a base is NULL or not aligned; n_slots is 0 or above
- *   max_slots; n_reads is above 1024; the policy or io is unknown; a pool was not laid out.
+ *   max_slots; n_reads is above 1024; the policy or io is unknown; a pool was not laid out; a group
+ *   is not below n_groups.
  * - UM_E_OS: a file cannot be opened again, a thread cannot be started, or io_uring was asked for
  *   and is refused. UM_E_NOMEM. */
 UM_API UM_CHECKED um_status um_pieces_create(um_pieces **out, const um_pieces_spec *spec,
@@ -147,8 +154,8 @@ UM_API void um_pieces_release(um_pieces *pieces, um_pieces_holder *holder);
 
 /* Begins to read the pieces that are missing, in this order, and does not wait.
  *
- * A piece is left out if all slots have pieces that holders keep, or that prefetches of the last 32
- * calls of um_pieces_ensure are waiting for. Reads that um_pieces_ensure needs overtake those that
+ * A piece is left out if all slots have pieces that holders keep, or that were prefetched since
+ * the last um_pieces_ensure for their group. Reads that um_pieces_ensure needs overtake those that
  * have not begun. Prefetches have at most half of n_reads under way, and the next call of any kind
  * begins the others. A piece that cannot be read counts as one that was not asked for.
  *

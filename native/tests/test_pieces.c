@@ -197,13 +197,11 @@ TEST(a_prefetch_leaves_what_is_kept_or_awaited) {
         /* What is demanded may have their slots. */
         ENSURE(&s, holder, 7, 8, 0, 1);
         CHECK_EQ(stat_of(&s).evicted, 2);
-        /* Nobody awaits what was not used for long. */
+        /* Nobody awaits what the group's next call did not use. */
         ENSURE(&s, holder, 0);
         PREFETCH(&s, 2, 3);
         wait_until_resident(&s, 4);
-        for (int i = 0; i < 40; i++) {
-            ENSURE(&s, holder, 0);
-        }
+        ENSURE(&s, holder, 0);
         uint64_t before = stat_of(&s).prefetched;
         PREFETCH(&s, 4, 5, 6, 9);
         CHECK_EQ(stat_of(&s).prefetched, before + 3);
@@ -499,6 +497,7 @@ TEST(wrong_arguments_are_refused) {
     REFUSED(s.spec.policy = UM_PIECES_POLICY_COUNT, );
     REFUSED(s.spec.io = UM_PIECES_IO_COUNT, );
     REFUSED(s.spec.n_reads = 1025, );
+    REFUSED((s.spec.group_of = s.pool_of, s.spec.n_groups = 1), );
     REFUSED(s.spec.n_pieces = 0, );
     REFUSED(s.pools[0].n_slots = 0, s.pools[0].n_slots = 4);
     REFUSED(s.pools[0].n_slots = N_SMALL + 1, s.pools[0].n_slots = 4);

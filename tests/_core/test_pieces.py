@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import signal
 import threading
@@ -18,7 +19,6 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
-    precondition,
     rule,
 )
 
@@ -41,6 +41,8 @@ def offsets_of(piece: int) -> list[tuple[int, int]]:
 
 
 PIECES = [(0, offsets_of(piece)) for piece in range(N_PIECES)]
+N_GROUPS = 3
+GROUPS = [piece // 8 for piece in range(N_PIECES)]
 
 
 @pytest.fixture(scope="module")
@@ -156,21 +158,24 @@ def test_the_memory_is_in_the_ledger(pieces: Pieces) -> None:
 
 
 class Machine(RuleBasedStateMachine):
-    """Any calls, beside a list of pieces in the order of their last use.
+    """Any calls, beside a model of which pieces are there, and of what each is worth.
 
-    The policy is compared while calls ask for one piece at a time, so that uses have an order.
+    Until the first prefetch, which ends at any time.
     """
 
     path: Path
 
     @initialize(n_slots=st.integers(1, 8), policy=st.sampled_from(["recent", "cycle", "frequent"]))
     def begin(self, n_slots: int, policy: Any) -> None:
-        self.pieces = make(self.path, n_slots, policy=policy)
+        self.pieces = make(self.path, n_slots, policy=policy, groups=GROUPS)
         self.policy, self.n_slots = policy, n_slots
         self.holders = [self.pieces.holder() for _ in range(2)]
         self.kept: list[set[int]] = [set(), set()]
-        self.order: list[int] = []  # pieces that are there, the one used last at the end
+        self.there: set[int] = set()
         self.known = True  # whether the model knows what is there
+        self.n_calls, self.turn = 0, 0  # and the group that the last one asked for
+        self.clocks = [0] * N_GROUPS
+        self.uses: list[list[tuple[int, int]]] = [[] for _ in PIECES]  # calls, all and its group's
 
     def teardown(self) -> None:
         if hasattr(self, "pieces"):
@@ -178,44 +183,58 @@ class Machine(RuleBasedStateMachine):
                 holder.close()
             self.pieces.close()
 
-    def evict(self) -> bool:
-        """Make room for a piece; False if all are kept."""
-        if len(self.order) < self.n_slots:
-            return True
-        free = [piece for piece in self.order if piece not in self.kept[0] | self.kept[1]]
-        if free:
-            self.order.remove(free[-1] if self.policy == "cycle" else free[0])
-        return bool(free)
+    def now_there(self) -> set[int]:
+        return {piece for piece in range(N_PIECES) if self.pieces.slot(piece) is not None}
 
-    @rule(holder=st.integers(0, 1), piece=st.integers(0, N_PIECES - 1))
-    def ensure_one(self, holder: int, piece: int) -> None:
-        self.kept[holder] = set()
-        others = self.kept[1 - holder]
-        is_busy = piece not in others and len(others) == self.n_slots
-        if is_busy:
-            with pytest.raises(BufferError):
-                self.holders[holder].ensure([piece])
-            return
-        check(self.pieces, self.holders[holder], [piece])
-        if self.known and self.policy != "frequent":
-            assert piece in self.order or self.evict()
-            self.order = [p for p in self.order if p != piece] + [piece]
-        self.kept[holder] = {piece}
+    def use(self, ids: list[int]) -> None:
+        self.n_calls += 1
+        for group in {GROUPS[piece] for piece in ids}:
+            self.clocks[group] += 1
+        for piece in set(ids):
+            self.uses[piece].append((self.n_calls, self.clocks[GROUPS[piece]]))
+        self.turn = GROUPS[ids[-1]]
 
-    @rule(holder=st.integers(0, 1), ids=st.lists(st.integers(0, N_PIECES - 1), max_size=10))
-    def ensure_many(self, holder: int, ids: list[int]) -> None:
+    def worth(self, piece: int) -> float:
+        group = GROUPS[piece]
+        if self.policy != "frequent":
+            return self.uses[piece][-1][0] * (-1 if self.policy == "cycle" else 1)
+        ages = [self.clocks[group] - clock for _, clock in self.uses[piece]]
+        far = (group - self.turn - 1) % N_GROUPS + 1
+        value = sum(math.pow(2, -age / 64) for age in ages) + 8 * (0 in ages)
+        return value * (1 - 0.3 * far / N_GROUPS)
+
+    def check_evicted(self, wanted: set[int]) -> None:
+        """No more went than had to, and what went is worth no more than what stayed."""
+        found, before = self.now_there(), self.there | wanted
+        assert found <= before
+        assert len(found) == min(self.n_slots, len(before))
+        gone = [self.worth(piece) for piece in before - found]
+        stayed = [self.worth(piece) for piece in found - wanted - self.kept[0] - self.kept[1]]
+        assert max(gone, default=-1e9) <= min(stayed, default=1e9) + 1e-4
+        self.there = found
+
+    @rule(
+        holder=st.integers(0, 1),
+        ids=st.lists(st.integers(0, N_PIECES - 1), max_size=10)
+        | st.integers(0, N_PIECES - 1).map(lambda piece: [piece]),
+    )
+    def ensure(self, holder: int, ids: list[int]) -> None:
         wanted, others = set(ids), self.kept[1 - holder]
         if len(wanted) > self.n_slots:
             with pytest.raises(um.CapacityError):
                 self.holders[holder].ensure(ids)
             return
-        self.known = False
         self.kept[holder] = set()
+        if ids:
+            self.use(ids)
         if len(wanted | others) > self.n_slots:
             with pytest.raises(BufferError):
                 self.holders[holder].ensure(ids)
+            self.known &= len(wanted) == 1  # else some are being read
             return
         check(self.pieces, self.holders[holder], ids)
+        if self.known:
+            self.check_evicted(wanted)
         self.kept[holder] = wanted
 
     @rule(ids=st.lists(st.integers(0, N_PIECES - 1), max_size=10))
@@ -240,15 +259,7 @@ class Machine(RuleBasedStateMachine):
                 self.pieces.resize(0, n_slots)
             return
         self.pieces.resize(0, n_slots)
-        self.known = self.known and n_slots >= self.n_slots
-        self.n_slots = n_slots
-
-    @precondition(lambda self: self.known and self.policy != "frequent")
-    @invariant()
-    def what_is_there(self) -> None:
-        if hasattr(self, "pieces"):
-            there = {p for p in range(N_PIECES) if self.pieces.slot(p) is not None}
-            assert there == set(self.order)
+        self.n_slots, self.there = n_slots, self.now_there()
 
     @invariant()
     def what_is_kept_stays(self) -> None:
@@ -345,8 +356,9 @@ def test_wrong_calls(
         ({"pieces": []}, "expected files, pools and pieces"),
         ({"slots": [0]}, "slots of pool 0"),
         ({"slots": [1, 1]}, "a number for each of 1 pools"),
-        ({"max_slots": [0]}, "max_slots of pool 0"),
         ({"policy": "best"}, "policy"),
+        ({"groups": [0, 0]}, "groups: expected a number from 0 to 0 for each of 1 pieces, got 2"),
+        ({"groups": [1]}, "groups"),
         ({"io": "aio"}, "io"),
     ],
 )

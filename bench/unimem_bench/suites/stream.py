@@ -15,12 +15,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Self, get_args
 
 import numpy as np
 
 import unimem as um
-from unimem._core.pieces import Holder, Pieces
+from unimem._core.pieces import Pieces
 from unimem.base import kernel_files
 from unimem.system.disk_speed import measure_speed
 from unimem_bench import decoding, files, policies, states, timed
@@ -301,7 +301,8 @@ def _counted(
 def hit(measure: Measure) -> None:
     """Ask for 8 pieces that are there, as one layer does."""
     n, n_used = 64, 8
-    with _tiny_pieces(measure, n, n) as (_, holder):
+    with TinyPieces(measure.folder, n, n) as pieces:
+        holder = pieces.holder
         many = np.arange(n, dtype=np.int32)
         holder.ensure(many)
         names = {"ensure": holder.ensure, "few": many[:n_used], "many": many}
@@ -316,39 +317,43 @@ def misses(measure: Measure, trace: Callable[[Measure], Trace], room: int) -> No
     calls = trace(measure)
     n_pieces = 1 + max(map(max, calls))
     n_slots = n_pieces * room // 100
-    with _tiny_pieces(measure, n_pieces, n_slots) as (pieces, holder):
-        begin = len(calls) // 3
-        counted = 0
-        for number, ids in enumerate(calls):
-            if number == begin:
-                counted = pieces.stat()["misses"]
-            holder.ensure(np.array(ids, np.int32))
-        n_uses = sum(map(len, calls[begin:]))
-        measure.count("unimem", [100 * (pieces.stat()["misses"] - counted) / n_uses])
+    with TinyPieces(measure.folder, n_pieces, n_slots) as ours:
+        measure.count("unimem", [100 * miss_share(ours, calls)])
     for name, policy in POLICIES.items():
         measure.count(name, [100 * miss_share(policy(n_slots, calls), calls)], "peer")
     measure.count("Belady", [100 * miss_share(Belady(n_slots, calls), calls)], "limit")
 
 
-@contextmanager
-def _tiny_pieces(measure: Measure, n: int, n_slots: int) -> Iterator[tuple[Pieces, Holder]]:
-    """Make a cache of `n` tiny pieces, and a holder."""
-    path = measure.folder / "tiny-pieces.bin"
-    path.write_bytes(os.urandom(PIECE_BYTES * n))
-    ranges: Sequence[Any] = [(0, [(0, PIECE_BYTES * i)]) for i in range(n)]
-    with path.open("rb") as file:
-        pieces = Pieces(
-            [(file.fileno(), str(path))],
-            [(PIECE_BYTES,)],
-            ranges,
-            slots=[n_slots],
-        )
-    holder = pieces.holder()
-    try:
-        yield pieces, holder
-    finally:
-        holder.close()
-        pieces.close()
+class TinyPieces:
+    """A cache of `n` tiny pieces, experts of layers, as a `Policy`."""
+
+    def __init__(self, folder: Path, n: int, n_slots: int) -> None:
+        path = folder / "tiny-pieces.bin"
+        path.write_bytes(os.urandom(PIECE_BYTES * n))
+        with path.open("rb") as file:
+            self.pieces = Pieces(
+                [(file.fileno(), str(path))],
+                [(PIECE_BYTES,)],
+                [(0, [(0, PIECE_BYTES * i)]) for i in range(n)],
+                slots=[n_slots],
+                groups=[i // policies.N_EXPERTS for i in range(n)],
+            )
+        self.holder = self.pieces.holder()
+        self._n_misses = 0
+
+    def call(self, ids: Sequence[int]) -> int:
+        """As `Policy.call`."""
+        before = self._n_misses
+        self.holder.ensure(ids)
+        self._n_misses = self.pieces.stat()["misses"]
+        return self._n_misses - before
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.holder.close()
+        self.pieces.close()
 
 
 def recorded_trace(measure: Measure) -> Trace:

@@ -27,12 +27,8 @@
 
 enum {
     MOST_READS = 1024,
-    REQUEST_NBYTES = 1 << 20, /* of one read; whole units */
-    AWAITED_CALLS = 32        /* after a prefetch, until a use is no longer expected */
+    REQUEST_NBYTES = 1 << 20 /* of one read; whole units */
 };
-/* A use counts half after 20 uses of each piece on average. If all pieces are used alike, a shorter
- * memory takes chance for a habit; a longer one does not notice that habits change. */
-static const double HALF_LIFE = 20;
 
 typedef struct source {
     int fd;
@@ -157,15 +153,9 @@ static size_t piece_nbytes(const um__pool *pool) {
     return nbytes;
 }
 
-static void set_free(um_pieces *pieces, um__slot *slot) {
-    um__pool *pool = &pieces->pools[slot->pool];
+static void set_free(um__slot *slot) {
     slot->state = UM__SLOT_FREE;
     slot->piece = UM__NO_PIECE;
-    slot->used = 0;
-    if (number_of(pieces, slot) < pool->first + pool->layout.n_slots) {
-        slot->next = pool->free;
-        pool->free = number_of(pieces, slot);
-    }
 }
 
 /* Takes a piece out of its slot, as far as calls can see. */
@@ -182,10 +172,9 @@ static void evict(um_pieces *pieces, um__slot *slot) {
 }
 
 /* Takes a slot of the pool for a piece, and queues its reads. Returns NULL if there is no slot. */
-static um__slot *fetch(um_pieces *pieces, uint32_t piece, bool is_demanded) {
+static um__slot *fetch(um_pieces *pieces, uint32_t piece, um__victims *victims) {
     um__piece *known = &pieces->all.pieces[piece];
-    um__pool *pool = &pieces->pools[known->pool];
-    uint32_t number = um__policy_victim(&pieces->all, pool, is_demanded);
+    uint32_t number = um__policy_victim(&pieces->all, &pieces->pools[known->pool], victims);
     if (number == UM__NO_SLOT) {
         return NULL;
     }
@@ -196,9 +185,8 @@ static um__slot *fetch(um_pieces *pieces, uint32_t piece, bool is_demanded) {
     *slot = (um__slot){.piece = piece,
                        .pool = known->pool,
                        .state = UM__SLOT_READING,
-                       .used = pieces->all.now,
-                       .is_demanded = is_demanded,
-                       .is_prefetched = !is_demanded};
+                       .is_demanded = victims->are_demanded,
+                       .is_prefetched = !victims->are_demanded};
     known->slot = number;
     queue_add(pieces, queue_of(pieces, slot), number);
     return slot;
@@ -295,7 +283,7 @@ static void wake_sleepers(um_pieces *pieces) {
 
 static void set_ready(um_pieces *pieces, um__slot *slot) {
     if (slot->piece == UM__NO_PIECE) {
-        set_free(pieces, slot);
+        set_free(slot);
     } else {
         slot->state = UM__SLOT_READY;
         pieces->stat.resident++;
@@ -310,7 +298,7 @@ static void end_reading(um_pieces *pieces, um__slot *slot) {
         pieces->stat.failed++;
         slot->state = UM__SLOT_FAILED;
         if (slot->n_holds == 0) {
-            set_free(pieces, slot);
+            set_free(slot);
         }
         wake_sleepers(pieces);
     } else if (slot->piece != UM__NO_PIECE && is_to_be_moved(pieces, slot)) {
@@ -460,7 +448,6 @@ static void hold(um_pieces_holder *holder, uint32_t number) {
         }
         slot->is_demanded = true;
     }
-    um__policy_use(&pieces->all, slot);
 }
 
 static void let_go(um_pieces_holder *holder) {
@@ -470,7 +457,7 @@ static void let_go(um_pieces_holder *holder) {
         um__slot *slot = &pieces->all.slots[number];
         holder->bits[number / 64] = 0;
         if (--slot->n_holds == 0 && slot->state == UM__SLOT_FAILED) {
-            set_free(pieces, slot);
+            set_free(slot);
         }
     }
     holder->n = 0;
@@ -510,12 +497,6 @@ static um_status check_room(um_pieces *pieces, const int32_t *ids, size_t n, um_
     return UM_OK;
 }
 
-static void settle(um_pieces *pieces) {
-    for (uint32_t p = 0; p < pieces->all.n_pools; p++) {
-        um__policy_settle(&pieces->all, &pieces->pools[p]);
-    }
-}
-
 typedef enum scarcity { HELD, ON_ITS_WAY, FREED } scarcity;
 
 /* Looks for a slot that no holder keeps, and that is being read. If its reads have not begun, it is
@@ -526,7 +507,7 @@ static scarcity look_for_slot(um_pieces *pieces, const um__pool *pool) {
         um__slot *slot = &pieces->all.slots[i];
         if (slot->n_holds == 0 && slot->state == UM__SLOT_READING && slot->n_under_way == 0) {
             give_up(pieces, slot);
-            set_free(pieces, slot);
+            set_free(slot);
             return FREED;
         }
         bool is_coming = slot->state == UM__SLOT_READING || slot->state == UM__SLOT_MOVING;
@@ -545,20 +526,20 @@ static um_status fail_wait(um_error *err, int os_errno) {
 
 /* Holds a piece that was missing, in a slot into which it is read. errors: UM_E_BUSY, UM_E_OS,
  * UM_E_NOMEM. */
-static um_status demand(um_pieces_holder *holder, uint32_t piece, um_error *err) {
+static um_status demand(um_pieces_holder *holder, uint32_t piece, um__victims *victims,
+                        um_error *err) {
     um_pieces *pieces = holder->pieces;
     const um__piece *known = &pieces->all.pieces[piece];
     while (known->slot == UM__NO_SLOT) {
-        um__slot *slot = fetch(pieces, piece, true);
-        if (slot != NULL) {
+        if (fetch(pieces, piece, victims) != NULL) {
             pieces->stat.misses++;
             break;
         }
         scarcity scarce = look_for_slot(pieces, &pieces->pools[known->pool]);
         UM__RETURN_IF(scarce == HELD, um__fail_detail(err, UM_E_BUSY, UM_PIECES_HELD,
                                                       "other holders keep too many slots"));
+        victims->pool = NULL; /* look again */
         if (scarce == ON_ITS_WAY) {
-            settle(pieces);
             put_reads(pieces);
             int os_errno = wait_for_change(pieces);
             UM__RETURN_IF(os_errno != 0, fail_wait(err, os_errno));
@@ -571,9 +552,12 @@ static um_status demand(um_pieces_holder *holder, uint32_t piece, um_error *err)
 /* Holds all pieces: first those that are there. errors: as demand. */
 static um_status hold_all(um_pieces_holder *holder, const int32_t *ids, size_t n, um_error *err) {
     um_pieces *pieces = holder->pieces;
-    const um__piece *known = pieces->all.pieces;
+    um__piece *known = pieces->all.pieces;
+    um__victims victims = {.are_demanded = true};
     bool is_missing = false;
+    pieces->all.now++;
     for (size_t i = 0; i < n; i++) {
+        um__policy_use(&pieces->all, &known[ids[i]]);
         if (known[ids[i]].slot == UM__NO_SLOT) {
             is_missing = true;
         } else {
@@ -583,10 +567,7 @@ static um_status hold_all(um_pieces_holder *holder, const int32_t *ids, size_t n
     pieces->stat.hits += holder->n;
     um_status status = UM_OK;
     for (size_t i = 0; is_missing && status == UM_OK && i < n; i++) {
-        status = demand(holder, (uint32_t)ids[i], err);
-    }
-    if (is_missing) {
-        settle(pieces);
+        status = demand(holder, (uint32_t)ids[i], &victims, err);
     }
     return status;
 }
@@ -622,7 +603,6 @@ um_status um_pieces_ensure(um_pieces *pieces, um_pieces_holder *holder, const in
         return status;
     }
     let_go(holder);
-    pieces->all.now++;
     take_ends(pieces);
     status = hold_all(holder, ids, n, err);
     put_reads(pieces);
@@ -659,22 +639,15 @@ um_status um_pieces_prefetch(um_pieces *pieces, const int32_t *ids, size_t n, um
     um__lock_take(&pieces->lock);
     take_ends(pieces);
     const um__piece *known = pieces->all.pieces;
-    uint64_t until = pieces->all.now + AWAITED_CALLS;
+    um__victims victims = {.are_demanded = false};
     for (size_t i = 0; i < n; i++) {
-        if (known[ids[i]].slot != UM__NO_SLOT) {
-            pieces->all.slots[known[ids[i]].slot].awaited_until = until;
-        }
+        um__policy_await(&pieces->all, &pieces->all.pieces[ids[i]]);
     }
     for (size_t i = 0; i < n; i++) {
         if (known[ids[i]].slot == UM__NO_SLOT) {
-            um__slot *slot = fetch(pieces, (uint32_t)ids[i], false);
-            if (slot != NULL) {
-                slot->awaited_until = until;
-                pieces->stat.prefetched++;
-            }
+            pieces->stat.prefetched += fetch(pieces, (uint32_t)ids[i], &victims) != NULL;
         }
     }
-    settle(pieces);
     put_reads(pieces);
     um__lock_drop(&pieces->lock);
     int os_errno = um__reads_begin(pieces->reads);
@@ -697,7 +670,6 @@ static void wait_for_slots(um_pieces *pieces, uint32_t first, uint32_t end) {
 
 static void set_n_slots(um_pieces *pieces, um__pool *pool, uint32_t n_slots) {
     pool->layout.n_slots = n_slots;
-    um__policy_start(&pieces->all, pool);
     pieces->least_slots = UINT32_MAX;
     for (uint32_t p = 0; p < pieces->all.n_pools; p++) {
         uint32_t n = pieces->pools[p].layout.n_slots;
@@ -775,6 +747,9 @@ static um_status check_spec(const um_pieces_spec *spec, um_error *err) {
     UM__INVALID_IF((unsigned)spec->policy >= UM_PIECES_POLICY_COUNT, err, "policy");
     UM__INVALID_IF((unsigned)spec->io >= UM_PIECES_IO_COUNT, err, "io");
     UM__INVALID_IF(spec->n_reads > MOST_READS, err, "n_reads");
+    for (uint32_t i = 0; spec->group_of != NULL && i < spec->n_pieces; i++) {
+        UM__INVALID_IF(spec->group_of[i] >= spec->n_groups, err, "group_of");
+    }
     um_pieces_spec again = *spec;
     again.pools = um__heap_alloc(spec->n_pools, sizeof *again.pools);
     UM__RETURN_IF(again.pools == NULL, um__fail_nomem(err, ENOMEM, spec->n_pools, "calloc"));
@@ -810,7 +785,6 @@ static bool fill_pools(um_pieces *pieces, const um_pieces_spec *spec) {
         um__pool *pool = &pieces->pools[i];
         pool->layout = spec->pools[i];
         pool->first = pieces->n_all_slots;
-        pool->heap = array(&failed, pool->layout.max_slots, sizeof *pool->heap);
         pieces->n_all_slots += pool->layout.max_slots;
     }
     pieces->all.slots = array(&failed, pieces->n_all_slots, sizeof(um__slot));
@@ -831,15 +805,18 @@ static bool fill_tables(um_pieces *pieces, const um_pieces_spec *spec) {
     pieces->all.n_pools = spec->n_pools;
     pieces->all.n_pieces = spec->n_pieces;
     pieces->all.policy = spec->policy;
-    pieces->all.weight = 1;
-    pieces->all.growth = 1 + 0.6931 / (HALF_LIFE * spec->n_pieces);
+    um__policy_start(&pieces->all);
+    pieces->all.n_groups = spec->group_of == NULL ? 1 : spec->n_groups;
+    pieces->all.groups = array(&failed, pieces->all.n_groups, sizeof(um__group));
     pieces->pools = pieces->all.pools = array(&failed, spec->n_pools, sizeof(um__pool));
     pieces->all.pieces = array(&failed, spec->n_pieces, sizeof(um__piece));
     pieces->files = array(&failed, spec->n_files, sizeof(source));
     pieces->n_files = spec->n_files;
     for (uint32_t i = 0; !failed && i < spec->n_pieces; i++) {
-        pieces->all.pieces[i] =
-            (um__piece){.slot = UM__NO_SLOT, .pool = spec->pool_of[i], .first_range = n_ranges};
+        pieces->all.pieces[i] = (um__piece){.slot = UM__NO_SLOT,
+                                            .pool = spec->pool_of[i],
+                                            .group = spec->group_of ? spec->group_of[i] : 0,
+                                            .first_range = n_ranges};
         n_ranges += spec->pools[spec->pool_of[i]].n_parts;
     }
     pieces->ranges = failed ? NULL : array(&failed, n_ranges, sizeof(um_pieces_range));
@@ -883,12 +860,10 @@ static void free_all(um_pieces *pieces) {
             um__os_close(pieces->files[i].direct_fd);
         }
     }
-    for (uint32_t p = 0; pieces->pools != NULL && p < pieces->all.n_pools; p++) {
-        um__heap_free(pieces->pools[p].heap);
-    }
     um__heap_free(pieces->pools);
     um__heap_free(pieces->all.slots);
     um__heap_free(pieces->all.pieces);
+    um__heap_free(pieces->all.groups);
     um__heap_free(pieces->files);
     um__heap_free(pieces->ranges);
     um__heap_free(pieces->requests);

@@ -9,6 +9,7 @@
 #include "unimem_pieces.h"
 
 enum { UM__NO_PIECE = UINT32_MAX, UM__NO_SLOT = UINT32_MAX };
+enum { UM__N_AGES = 512 }; /* after which a use does not count any more */
 
 typedef enum um__slot_state {
     UM__SLOT_FREE,
@@ -20,20 +21,27 @@ typedef enum um__slot_state {
 
 typedef struct um__piece {
     uint32_t slot; /* or UM__NO_SLOT */
-    uint32_t pool;
-    double weight;        /* its uses; older ones count less */
+    uint32_t pool, group;
+    float count;          /* its uses, as they counted at the last one */
+    uint32_t last;        /* what its group's clock was at its last use, */
+    uint32_t awaited;     /* and, plus 1, when it was prefetched */
+    uint64_t used;        /* the call that used it last */
     uint64_t first_range; /* the number of its first part's range */
     bool is_marked;       /* while a call counts its pieces */
 } um__piece;
+
+/* Pieces that the same calls ask for. */
+typedef struct um__group {
+    uint32_t clock; /* the calls that asked for some of them */
+    uint64_t used;  /* the last of these */
+} um__group;
 
 typedef struct um__slot {
     uint32_t piece; /* or UM__NO_PIECE: also if its reads are to be forgotten */
     uint32_t pool;
     uint32_t n_holds;
     um__slot_state state;
-    bool is_prefetched;     /* and not used since */
-    uint64_t used;          /* the call that used it last */
-    uint64_t awaited_until; /* the call up to which a prefetch expects a use */
+    bool is_prefetched; /* and not used since */
     /* While it is read: */
     uint32_t next, previous; /* in a queue */
     bool is_demanded, is_queued;
@@ -46,19 +54,10 @@ typedef struct um__slot {
     size_t failed_nbytes;  /* and its size */
 } um__slot;
 
-/* A slot in a heap, whose top has the lowest value. The value is at most the present one. */
-typedef struct um__ranked {
-    double value;
-    uint32_t slot;
-} um__ranked;
-
 typedef struct um__pool {
     um_pieces_pool layout; /* with the present n_slots */
     uint32_t first;        /* the number of its first slot among those of all pools */
-    uint32_t free;         /* the first free slot; others follow by `next` */
-    um__ranked *heap;      /* the first n_ranked are a heap, and those up to n_slots set aside */
-    uint32_t n_ranked;
-    uint32_t n_asked; /* while a call counts its pieces */
+    uint32_t n_asked;      /* while a call counts its pieces */
 } um__pool;
 
 /* The slots of all pools, and what a policy knows of their pieces. */
@@ -66,11 +65,12 @@ typedef struct um__slots {
     um__pool *pools;
     um__slot *slots;
     um__piece *pieces;
-    uint32_t n_pools, n_pieces;
+    um__group *groups;
+    uint32_t n_pools, n_pieces, n_groups;
     um_pieces_policy policy;
-    uint64_t now;  /* the number of the present call */
-    double weight; /* of a use now */
-    double growth; /* of that weight, with each use */
+    uint64_t now;             /* the number of the present call, */
+    uint32_t group;           /* and the group that it asks for */
+    float shares[UM__N_AGES]; /* of a use, so many calls ago */
 } um__slots;
 
 #endif

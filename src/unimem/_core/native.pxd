@@ -461,6 +461,8 @@ cdef extern from "unimem_pieces.h" nogil:
         uint32_t n_pools, n_pieces
         const uint32_t *pool_of
         const um_pieces_range *ranges
+        const uint32_t *group_of
+        uint32_t n_groups
         um_pieces_policy policy
         um_pieces_io io
         uint32_t n_reads

@@ -56,11 +56,12 @@ cdef class _Spec:
     cdef um.um_pieces_spec spec
     cdef um.um_pieces_pool *pools
     cdef uint32_t *pool_of
+    cdef uint32_t *group_of
     cdef um.um_pieces_range *ranges
     cdef int *fds
     cdef list paths
 
-    def __cinit__(self, files, pools, pieces):
+    def __cinit__(self, files, pools, pieces, groups=None):
         cdef list given = [(pool, list(ranges)) for pool, ranges in pieces]
         cdef list sizes = [list(parts) for parts in pools]
         cdef size_t n_ranges = sum([len(ranges) for _, ranges in given]), at = 0
@@ -70,6 +71,7 @@ cdef class _Spec:
         self.fds = <int *>_array(len(self.paths), sizeof(int))
         self.pools = <um.um_pieces_pool *>_array(len(sizes), sizeof(um.um_pieces_pool))
         self.pool_of = <uint32_t *>_array(len(given), sizeof(uint32_t))
+        self.group_of = <uint32_t *>_array(len(given), sizeof(uint32_t))
         self.ranges = <um.um_pieces_range *>_array(n_ranges, sizeof(um.um_pieces_range))
         for i, (fd, _) in enumerate(files):
             self.fds[i] = fd
@@ -98,6 +100,13 @@ cdef class _Spec:
         self.spec.pools, self.spec.n_pools = self.pools, len(sizes)
         self.spec.pool_of, self.spec.n_pieces = self.pool_of, len(given)
         self.spec.ranges = self.ranges
+        if groups is not None:
+            if len(groups) != len(given) or not all([0 <= group < len(given) for group in groups]):
+                raise ValueError(f"groups: expected a number from 0 to {len(given) - 1} for each "
+                                 f"of {len(given)} pieces, got {len(groups)}: {groups!r:.60}")
+            for i, group in enumerate(groups):
+                self.group_of[i] = group
+            self.spec.group_of, self.spec.n_groups = self.group_of, max(groups, default=0) + 1
         if um.um_pieces_layout(&self.spec, &err) != um.UM_OK:
             raise_status(err.status, &err, "pieces")
 
@@ -105,6 +114,7 @@ cdef class _Spec:
         PyMem_Free(self.fds)
         PyMem_Free(self.pools)
         PyMem_Free(self.pool_of)
+        PyMem_Free(self.group_of)
         PyMem_Free(self.ranges)
 
     cdef um.um_pieces_pool *pool(self, number) except NULL:
@@ -155,13 +165,14 @@ cdef class Pieces:
         ``(pool, [(file, offset), ...])``: the pool of each piece, and for each of its parts the
         number of the file and the offset there in bytes.
     slots : sequence of int
-        The slots of each pool, at least 1.
-    max_slots : sequence of int, optional
-        How far `resize` may let each pool grow; by default to the number of its pieces.
+        The slots of each pool, at least 1. `resize` may add some, up to one for each piece.
     policy : {"frequent", "recent", "cycle"}
-        Which piece is evicted: the one used least, where older uses count less; the one not used
-        for the longest time; or the one used last, for pieces that are used in a circle, as the
-        layers of a dense model.
+        Which piece is evicted: the one used least, where older uses count less, and those of its
+        group's last call more; the one not used for the longest time; or the one used last, for
+        pieces that are used in a circle, as the layers of a dense model.
+    groups : sequence of int, optional
+        The group of each piece, numbered from 0: a call asks for pieces of one group, such as the
+        experts of a layer, and groups have their turns in order. By default all are one group.
     io : {"auto", "ring", "threads"}
         Whether an io_uring reads or threads do; "auto" takes threads where io_uring is refused.
     name : str
@@ -187,8 +198,8 @@ cdef class Pieces:
 
     def __init__(self, files: Sequence[tuple[int, str]], pools: Sequence[Sequence[int]],
                  pieces: Iterable[tuple[int, Sequence[tuple[int, int]]]], *,
-                 slots: Sequence[int], max_slots: Sequence[int] | None = None,
-                 policy: Policy = "frequent", io: Io = "auto", name: str = "pieces",
+                 slots: Sequence[int], policy: Policy = "frequent",
+                 groups: Sequence[int] | None = None, io: Io = "auto", name: str = "pieces",
                  **placement: Unpack[PlacementOptions]) -> None:
         cdef _Spec spec
         cdef um.um_error err
@@ -201,23 +212,20 @@ cdef class Pieces:
         self._pid = getpid()
         one_of(policy, "policy", tuple(_POLICIES))
         one_of(io, "io", tuple(_IO))
-        self._spec = spec = _Spec(files, pools, pieces)
+        self._spec = spec = _Spec(files, pools, pieces, groups)
         spec.spec.policy = <um.um_pieces_policy><int>_POLICIES[policy]
         spec.spec.io = <um.um_pieces_io><int>_IO[io]
-        if max_slots is None:
-            max_slots = [0] * spec.spec.n_pools
-            for i in range(spec.spec.n_pieces):
-                max_slots[spec.pool_of[i]] += 1
-            max_slots = [max(of_pool) for of_pool in zip(max_slots, slots)]
-        if not len(slots) == len(max_slots) == <Py_ssize_t>spec.spec.n_pools:
-            raise ValueError(f"slots, max_slots: expected a number for each of {spec.spec.n_pools} "
-                             f"pools, got {len(slots)} and {len(max_slots)}")
+        if len(slots) != <Py_ssize_t>spec.spec.n_pools:
+            raise ValueError(f"slots: expected a number for each of {spec.spec.n_pools} pools, got "
+                             f"{len(slots)}")
+        for i in range(spec.spec.n_pieces):
+            spec.pools[spec.pool_of[i]].max_slots += 1
         made = []
         try:
             for i in range(spec.spec.n_pools):
                 pool = &spec.pools[i]
                 pool.n_slots = size_of(slots[i], f"slots of pool {i}", 1)
-                pool.max_slots = size_of(max_slots[i], f"max_slots of pool {i}", pool.n_slots)
+                pool.max_slots = max(pool.max_slots, pool.n_slots)
                 block = Block(pool.n_slots * pool.stride, reserve=pool.max_slots * pool.stride,
                               name=f"{self.name}:slots", category="weights", **placement)
                 made.append(block)

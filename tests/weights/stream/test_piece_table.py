@@ -40,6 +40,7 @@ def test_an_expert_has_its_part_of_each_tensor() -> None:
     pieces = list(table.pieces())
     assert pieces[2] == (0, [(0, 11_200), (0, 1200)])
     assert len(pieces) == 8
+    assert table.groups() == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
 def test_experts_of_another_size_have_their_own_pool() -> None:

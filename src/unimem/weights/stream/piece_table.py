@@ -146,6 +146,10 @@ class PieceTable:
                 parts = zip(block.parts, sizes, strict=True)
                 yield block.kind, [(file, at + i * nbytes) for (file, at), nbytes in parts]
 
+    def groups(self) -> list[int]:
+        """Return the number of the block of each piece: a call asks for pieces of one."""
+        return [number for number, block in enumerate(self.blocks) for _ in range(block.n)]
+
 
 class _Range(NamedTuple):
     """One part of the first piece of a block, with the tensors in it."""

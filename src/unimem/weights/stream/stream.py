@@ -107,8 +107,8 @@ class Stream:
             [kind.part_bytes for kind in table.kinds],
             table.pieces(),
             slots=budget.slots,
-            max_slots=[kind.n_pieces for kind in table.kinds],
             policy="frequent" if table.has_experts else "cycle",
+            groups=table.groups(),
             name=self.path,
             **placed,
         )
