@@ -55,6 +55,7 @@ def commands(tmp_path: Path, monkeypatch: Patch) -> list[list[str]]:
     return found
 
 
+@pytest.mark.uncounted
 def test_it_is_built_once_for_each_cpu_and_variant(
     commands: list[list[str]], monkeypatch: Patch
 ) -> None:
@@ -78,6 +79,7 @@ def test_it_is_built_once_for_each_cpu_and_variant(
     assert len(others) == 3
 
 
+@pytest.mark.uncounted
 def test_a_build_that_fails_says_why_and_is_tried_again(
     commands: list[list[str]], monkeypatch: Patch
 ) -> None:
@@ -102,6 +104,7 @@ def test_what_a_program_says_when_it_fails() -> None:
     assert llama_build._run(["echo", "well"]) == "well\n"
 
 
+@pytest.mark.uncounted
 def test_sources_that_cannot_be_had(commands: list[list[str]], monkeypatch: Patch) -> None:
     def unpack(folder: Path, *, llama: bool) -> Path:
         raise SystemExit("the package index does not list it")
