@@ -127,13 +127,13 @@ UM_API UM_CHECKED um_status um_pieces_holder_create(um_pieces_holder **out, um_p
 /* Lets all go, and frees the holder. NULL is left alone. */
 UM_API void um_pieces_holder_destroy(um_pieces_holder *holder);
 
-/* Makes n pieces present, and waits until they are; ids may repeat. slots[i] (slots may be NULL) is
- * the slot of piece ids[i] in its pool.
+/* Makes n pieces present, and waits until they are; ids may repeat. slots[i] is the slot of piece
+ * ids[i] in its pool; `slots` may be NULL, or `ids`.
  *
  * The holder lets go what it kept before, and keeps these pieces until its next um_pieces_ensure
  * or um_pieces_release. What is missing is read, all at once, before what was only prefetched.
  * After a failure the holder keeps nothing, unless the list says otherwise; pieces may have been
- * read or evicted, and `slots` is undefined.
+ * read or evicted, and `slots` is unchanged.
  *
  * - UM_E_INVALID: there is no such piece; what the holder kept stays.
  * - UM_E_FULL, UM_PIECES_FULL: the call has more different pieces of a pool (err->asked) than the

@@ -172,12 +172,12 @@ class Stream:
     # ---- pieces ---------------------------------------------------------------------------------
 
     def _ensure(self, place: TensorPlace, ids: Any, name: str) -> NDArray[np.int32]:
-        slots = self._holder().ensure(_numbers(place, ids, name))
+        slots = self._holder().ensure(ids, place.first, place.n, name)
         self.check_files()
         return slots
 
     def _prefetch(self, place: TensorPlace, ids: Any, name: str) -> None:
-        self._pieces.prefetch(_numbers(place, ids, name))
+        self._pieces.prefetch(ids, place.first, place.n, name)
 
     def _view(
         self, place: TensorPlace, dtype: np.dtype[Any], shape: tuple[int, ...]
@@ -201,7 +201,7 @@ class Stream:
 
         It asks the kernel only if something was read since the last call.
         """
-        n_reads = self._stat("n_reads")
+        n_reads = self._pieces.n_reads
         if n_reads != self._n_checked:
             self._files.check()
             self._n_checked = n_reads
@@ -352,21 +352,3 @@ def open_streams() -> list[Stream]:
     """Return the streams of this process that are open, by path."""
     found = [stream for stream in list(_streams) if not stream._pieces.closed]
     return sorted(found, key=lambda stream: stream.path)
-
-
-def _numbers(place: TensorPlace, ids: Any, name: str) -> NDArray[np.int32]:
-    """Return the numbers among all pieces of some of a tensor's."""
-    given = np.asarray(ids)
-    if given.size == 0:
-        return np.empty(given.shape, np.int32)
-    if given.dtype.kind not in "iu":
-        raise TypeError(
-            f"ids: expected integers, numbers of pieces of '{name}', got {given.dtype}: {ids!r:.60}"
-        )
-    low, high = int(given.min()), int(given.max())
-    if low < 0 or high >= place.n:
-        raise ValueError(
-            f"ids: expected numbers of the {place.n} pieces of '{name}', from 0 to {place.n - 1}, "
-            f"got {low if low < 0 else high}"
-        )
-    return given.astype(np.int32) + np.int32(place.first)
