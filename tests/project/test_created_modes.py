@@ -102,7 +102,7 @@ def test_only_what_is_meant_for_others_is_created_for_them(
 def test_every_creation_names_its_mode() -> None:
     """Files that `open` and `Path.write_text` create are open to all users."""
     found = []
-    for path in sorted((ROOT / "src/unimem").rglob("*.py")):
+    for path in sorted((ROOT / "src").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Call):
                 continue
