@@ -21,6 +21,7 @@ import numpy as np
 
 from unimem.base.arguments import flag, integer, string
 from unimem.base.install_hint import install_hint
+from unimem.base.turns import Turn
 from unimem.engine.text.pre_tokenizers import (
     PRE_TOKENIZERS,
     PreTokenizer,
@@ -408,13 +409,17 @@ def _sentencepiece(
     # normalizer_spec: add_dummy_prefix (3), remove_extra_whitespaces (4), escape_whitespaces (5)
     # = false, and no character map.
     model += _message(0x1A, b"\x18\x00\x20\x00\x28\x00")
+    # The library computes without the interpreter's lock. The end of the interpreter takes the
+    # turn: ending a thread within the library would abort the process.
+    turn = Turn()
     try:
         processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     except RuntimeError as error:
         raise ValueError(f"tokenizer.ggml.tokens: SentencePiece refuses them: {error}") from error
 
     def merge(text: str) -> list[int]:
-        found: list[int] = processor.encode(text.replace(" ", _SPACE))
+        with turn:
+            found: list[int] = processor.encode(text.replace(" ", _SPACE))
         return [i if i < n_vocab else instead[i - n_vocab] for i in found] if missing else found
 
     return merge
