@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from support.project.checkout import ROOT
 from support.servers.vllm_definitions import imported
 
 pytestmark = pytest.mark.slow
@@ -130,6 +132,13 @@ def test_on_a_gpu_it_is_vllms_own(
     made = spec(vllm)
     monkeypatch.setattr(type(made), "create_worker", lambda _, caches: caches)
     assert made.get_worker("caches") == "caches"
+
+
+def test_the_configuration_of_the_page_names_it(vllm: types.SimpleNamespace) -> None:
+    page = (ROOT / "docs/engines.md").read_text()
+    text = page.split("```json\n")[1].split("```")[0]
+    extra = json.loads(text)["kv_connector_extra_config"]
+    assert vllm.factory.OffloadingSpecFactory.get_spec_cls(extra) is vllm.ours.CPUOffloading
 
 
 def test_without_vllm_the_error_says_what_is_missing() -> None:
