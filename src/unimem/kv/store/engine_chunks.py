@@ -43,27 +43,34 @@ class EngineChunks:
         identity = self.identity(key)
         return any(tier.has(identity) for tier in self._store._tiers)
 
-    def touch(self, keys: Iterable[bytes]) -> None:
-        """Mark the chunks of a prefix as used now, the first one as the most recently used."""
-        self._store._touch([self.identity(key) for key in keys])
+    def touch(self, keys: Iterable[bytes], used_ns: int | None = None) -> None:
+        """Mark the chunks of a prefix as used now, the first one as the most recently used.
 
-    def put(self, key: bytes, data: NDArray[np.uint8]) -> bool:
+        `used_ns` (nanoseconds since 1970) is another time than now, here and for `put`.
+        """
+        identities = [self.identity(key) for key in keys]
+        for tier in self._store._tiers:
+            tier.touch(identities, used_ns or time.time_ns())
+
+    def put(self, key: bytes, data: NDArray[np.uint8], used_ns: int | None = None) -> bool:
         """Keep a chunk, ``uint8 [chunk_bytes]``, in each tier that lacks it; False without room."""
         identity, tiers = self.identity(key), self._store._tiers
         lacking = [tier for tier in tiers if not tier.has(identity)]
         if not lacking:
+            self.touch([key], used_ns)
             return True
         blob = self._blob()
         blob[HEADER_BYTES : HEADER_BYTES + self._shape.data_bytes] = data
         seal(self._shape, identity, blob)
-        used_ns = time.time_ns()
+        used_ns = used_ns or time.time_ns()
         written = [tier.write(identity, blob, used_ns) for tier in lacking]
         return any(written) or len(lacking) < len(tiers)
 
     def get(self, key: bytes, out: NDArray[np.uint8]) -> bool:
         """Copy a chunk to ``uint8 [chunk_bytes]``; return False, without a copy, if it is missing.
 
-        A damaged chunk is removed with a warning, and is missing.
+        A damaged chunk is removed with a warning, and is missing. A chunk that was not marked for
+        a minute is marked as used now; `touch` marks a prefix in its order.
         """
         blob = self._blob()
         if not self._store._load(self._shape, self.identity(key), blob, time.time_ns()):
