@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,14 @@ import numpy as np
 import pytest
 
 import unimem as um
+from support.files.prefix_stores import shm
 from unimem.kv.store.engine_chunks import EngineChunks
+
+__all__ = ["shm"]  # a fixture
 
 SIZE = 5000  # no multiple of a page
 KEY = b"k" * 36
+COST = 12288 + 8192
 
 
 def chunk(seed: int) -> np.ndarray:
@@ -70,8 +75,7 @@ def test_a_damaged_chunk_is_a_miss_and_copies_nothing(tmp_path: Path, at: int) -
 
 
 def test_budgets_hold_and_used_chunks_stay(tmp_path: Path) -> None:
-    cost = 12288 + 8192
-    with opened(tmp_path, disk_bytes=16384 + 3 * cost) as store:
+    with opened(tmp_path, disk_bytes=16384 + 3 * COST) as store:
         chunks = EngineChunks(store, "engine", SIZE)
         for i in range(3):
             assert chunks.put(b"%d" % i, chunk(i))
@@ -79,5 +83,37 @@ def test_budgets_hold_and_used_chunks_stay(tmp_path: Path) -> None:
         assert chunks.put(b"3", chunk(3))
         # Room for several chunks is made; the least recently used ones go first.
         assert [chunks.has(b"%d" % i) for i in range(4)] == [True, False, False, True]
-    with opened(tmp_path / "small", disk_bytes=20000) as store:
+    with (
+        opened(tmp_path / "small", disk_bytes=20000) as store,
+        pytest.warns(um.PlacementWarning, match="disk_bytes is 20000; expected 36864"),
+    ):
         assert not EngineChunks(store, "engine", SIZE).put(KEY, chunk(1))
+
+
+@pytest.mark.parametrize("use", ["get", "put", "touch"])
+@pytest.mark.parametrize("tier", ["ram_bytes", "disk_bytes"])
+def test_a_use_keeps_a_chunk(tmp_path: Path, shm: Path, tier: str, use: str) -> None:
+    hour = 3600 * 10**9
+    budgets = {"ram_bytes": 0, "disk_bytes": 0, tier: 16384 + 2 * COST}
+    with opened(tmp_path / "s", **budgets) as store:
+        chunks = EngineChunks(store, "engine", SIZE)
+        for age, key in ((3, b"a"), (2, b"b")):
+            assert chunks.put(key, chunk(1), time.time_ns() - age * hour)
+        if use == "get":
+            assert chunks.get(b"a", chunk(2))
+        elif use == "put":
+            assert chunks.put(b"a", chunk(1))
+        else:
+            chunks.touch([b"a"], time.time_ns())
+        assert chunks.put(b"c", chunk(1), time.time_ns() - hour + 10**9)
+        assert [chunks.has(key) for key in (b"a", b"b", b"c")] == [True, False, True]
+
+
+def test_a_prompt_in_any_order_keeps_its_beginning(tmp_path: Path) -> None:
+    with opened(tmp_path, disk_bytes=16384 + 7 * COST) as store:
+        chunks = EngineChunks(store, "engine", SIZE)
+        now, order = time.time_ns(), np.random.default_rng(1).permutation(18)
+        for i in order:
+            chunks.put(b"%d" % i, chunk(i), now - int(i))
+        there = [i for i in range(18) if chunks.has(b"%d" % i)]
+        assert there[:6] == [*range(6)]

@@ -64,8 +64,12 @@ def test_chunks_from_the_future_make_room(tmp_path: Path) -> None:
 
 def test_a_budget_below_one_chunk_keeps_none(tmp_path: Path) -> None:
     with opened(tmp_path / "s", disk_bytes=ROOM + CHUNK_COST - 1) as store, cache(45) as kv:
-        assert store.put(kv, TOKENS, model=MODEL) == 0
-        assert store.stat().refused_chunks == 1
+        with pytest.warns(
+            um.PlacementWarning, match=f"disk_bytes is .* expected {ROOM + CHUNK_COST}"
+        ):
+            assert store.put(kv, TOKENS, model=MODEL) == 0
+        assert store.put(kv, TOKENS, model=MODEL) == 0, "it warns once"
+        assert store.stat().refused_chunks == 2
 
 
 def test_blocks_of_a_file_system_are_counted_whole(tmp_path: Path) -> None:

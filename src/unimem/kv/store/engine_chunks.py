@@ -57,6 +57,7 @@ class EngineChunks:
         identity, tiers = self.identity(key), self._store._tiers
         lacking = [tier for tier in tiers if not tier.has(identity)]
         if not lacking:
+            self.touch([key], used_ns)
             return True
         blob = self._blob()
         blob[HEADER_BYTES : HEADER_BYTES + self._shape.data_bytes] = data
@@ -68,7 +69,8 @@ class EngineChunks:
     def get(self, key: bytes, out: NDArray[np.uint8]) -> bool:
         """Copy a chunk to ``uint8 [chunk_bytes]``; return False, without a copy, if it is missing.
 
-        A damaged chunk is removed with a warning, and is missing.
+        A damaged chunk is removed with a warning, and is missing. A chunk that was not marked for
+        a minute is marked as used now; `touch` marks a prefix in its order.
         """
         blob = self._blob()
         if not self._store._load(self._shape, self.identity(key), blob, time.time_ns()):

@@ -50,6 +50,8 @@ _ENTRY_BYTES = 8192
 _FOLDER_BYTES = 16384
 # A full tier makes room for many chunks at once, so that files are listed and sorted seldom.
 _SHARE_OF_ROOM = 16
+# A read marks a file that was not marked for this long: `touch` keeps the order of a prefix.
+_MARK_AFTER_NS = 60 * 10**9
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM}
 _NO_ALLOCATION = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -121,6 +123,7 @@ class FolderTier:
         self._most = budget_bytes - _FOLDER_BYTES
         boot = read_text("/proc/sys/kernel/random/boot_id")
         self._boot = (boot or os.urandom(8).hex()).encode()  # unknown: files are counted anew
+        self._has_warned = False  # of a chunk that is larger than the budget
         self._mutex = threading.Lock()
         self._fd = self._lock = -1
         self._fds = Descriptors()
@@ -152,9 +155,12 @@ class FolderTier:
             opens = partial(os.open, dir_fd=self._fd)
             fd = fds.add(opens, _name(key), os.O_RDONLY | _OPEN)
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # another process may be removing it
-            n = os.fstat(fd).st_size
+            info = os.fstat(fd)
+            n = info.st_size
             if n != self._file_bytes(out.nbytes):
                 return n
+            if time.time_ns() - info.st_mtime_ns > _MARK_AFTER_NS:
+                os.utime(fd)
             rest, offset = out.data, 0
             while rest:
                 done = os.preadv(fd, [rest], offset)
@@ -280,6 +286,12 @@ class FolderTier:
     def _make_room(self, cost: int, used_ns: int) -> bool:
         """Take room for one file; drop the least recently used chunks if the budget is used up."""
         if cost > self._most:
+            if not self._has_warned:
+                self._has_warned = True
+                policy.warn(
+                    f"{self.folder} keeps no chunk of {cost} bytes: {self.name}_bytes is "
+                    f"{self.budget_bytes}; expected {cost + _FOLDER_BYTES} or more, or 0"
+                )
             return False
         used = self._used()
         if used + cost > self._most:
