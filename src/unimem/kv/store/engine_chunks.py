@@ -43,11 +43,16 @@ class EngineChunks:
         identity = self.identity(key)
         return any(tier.has(identity) for tier in self._store._tiers)
 
-    def touch(self, keys: Iterable[bytes]) -> None:
-        """Mark the chunks of a prefix as used now, the first one as the most recently used."""
-        self._store._touch([self.identity(key) for key in keys])
+    def touch(self, keys: Iterable[bytes], used_ns: int | None = None) -> None:
+        """Mark the chunks of a prefix as used now, the first one as the most recently used.
 
-    def put(self, key: bytes, data: NDArray[np.uint8]) -> bool:
+        `used_ns` (nanoseconds since 1970) is another time than now, here and for `put`.
+        """
+        identities = [self.identity(key) for key in keys]
+        for tier in self._store._tiers:
+            tier.touch(identities, used_ns or time.time_ns())
+
+    def put(self, key: bytes, data: NDArray[np.uint8], used_ns: int | None = None) -> bool:
         """Keep a chunk, ``uint8 [chunk_bytes]``, in each tier that lacks it; False without room."""
         identity, tiers = self.identity(key), self._store._tiers
         lacking = [tier for tier in tiers if not tier.has(identity)]
@@ -56,7 +61,7 @@ class EngineChunks:
         blob = self._blob()
         blob[HEADER_BYTES : HEADER_BYTES + self._shape.data_bytes] = data
         seal(self._shape, identity, blob)
-        used_ns = time.time_ns()
+        used_ns = used_ns or time.time_ns()
         written = [tier.write(identity, blob, used_ns) for tier in lacking]
         return any(written) or len(lacking) < len(tiers)
 
