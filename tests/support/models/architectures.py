@@ -26,7 +26,27 @@ _LATENT: dict[str, Any] = {
     **{"qk_head_dim": 12, "v_head_dim": 8, "head_dim": 4, "num_key_value_heads": 4},
 }
 _INDEXED: dict[str, Any] = {"index_topk": 8, "index_head_dim": 8, "index_n_heads": 2}
+_LINEAR = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 CHANGES: dict[str, dict[str, Any]] = {
+    "kimi_linear": _LATENT | _LINEAR,
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+    "qwen3_next": _LINEAR,
+    "bamba": {
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "attn_layer_indices": [1],
+    },
+    "deepseek_v2": _LATENT | {"first_k_dense_replace": 1},
+    "deepseek_v3": _LATENT | {"first_k_dense_replace": 1},
+    "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8},
+    "falcon_mamba": {"state_size": 8},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8},
+    "longcat_flash": _LATENT | {"num_layers": 2, "num_hidden_layers": 4, "ffn_hidden_size": 32},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1},
+    "minicpm3": _LATENT,
+    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 3},
+    "bloom": {"n_layer": 3, "n_head": 4},
     "deepseek_v32": _LATENT | _INDEXED,
     "hy_v4": {"index_topk": 8, "index_n_heads": 2, "q_lora_rank": 16, "o_lora_rank": 16},
 }
