@@ -47,8 +47,11 @@ class EngineChunks:
         """Mark the chunks of a prefix as used now, the first one as the most recently used."""
         self._store._touch([self.identity(key) for key in keys])
 
-    def put(self, key: bytes, data: NDArray[np.uint8]) -> bool:
-        """Keep a chunk, ``uint8 [chunk_bytes]``, in each tier that lacks it; False without room."""
+    def put(self, key: bytes, data: NDArray[np.uint8], used_ns: int | None = None) -> bool:
+        """Keep a chunk, ``uint8 [chunk_bytes]``, in each tier that lacks it; False without room.
+
+        It makes room by chunks that were used before `used_ns`, which is now by default.
+        """
         identity, tiers = self.identity(key), self._store._tiers
         lacking = [tier for tier in tiers if not tier.has(identity)]
         if not lacking:
@@ -56,7 +59,7 @@ class EngineChunks:
         blob = self._blob()
         blob[HEADER_BYTES : HEADER_BYTES + self._shape.data_bytes] = data
         seal(self._shape, identity, blob)
-        used_ns = time.time_ns()
+        used_ns = time.time_ns() if used_ns is None else used_ns
         written = [tier.write(identity, blob, used_ns) for tier in lacking]
         return any(written) or len(lacking) < len(tiers)
 
