@@ -103,6 +103,13 @@ class LlamaPrefixes:
         `store` is no `KVStore`, or another argument no text.
     FormatError
         The layout is too long to be stored.
+
+    Attributes
+    ----------
+    layout : str
+        The layout, in JSON.
+    has_ends : bool
+        Whether layers with windows or states limit what can be restored to ends.
     """
 
     def __init__(
@@ -121,9 +128,9 @@ class LlamaPrefixes:
         n_parts = len(json.loads(self.layout)["parts"])
         self._version = int(json.loads(self.layout)["version"])
         cells = empty_cells(self.layout, self._size)
-        self._has_rows, self._has_ends = cells is not None, cells is None or n_parts > 1
+        self._has_rows, self.has_ends = cells is not None, cells is None or n_parts > 1
         rows = () if cells is None else (cells,)
-        self._piece_bytes = max(len(self._blob(rows)), _LEAST_PIECE * self._has_ends)
+        self._piece_bytes = max(len(self._blob(rows)), _LEAST_PIECE * self.has_ends)
         self._begin = HEAD_BYTES + 4 * self._size
         self._chunks = EngineChunks(store, text, self._begin + self._piece_bytes)
 
@@ -172,7 +179,7 @@ class LlamaPrefixes:
                 # Later chunks count as used earlier, and do not evict those before them.
                 if not self._put(key, _ROWS, place, blob, len(blob), now - i):
                     break
-        if self._has_ends:
+        if self.has_ends:
             rest = kv.parts[self._has_rows :]
             ends = [(len(ids), rest), *((n, state.parts) for n, state in checkpoints)]
             for n, parts in ends:
@@ -248,7 +255,7 @@ class LlamaPrefixes:
         n_whole = len(keys) - 1
         if self._has_rows:
             n_whole = next((i for i, key in enumerate(keys[1:]) if not has(key)), n_whole)
-        if not self._has_ends:
+        if not self.has_ends:
             return n_whole * self._size
         for n in range(min(len(ids), (n_whole + 1) * self._size - 1), 0, -1):
             if has(_piece_key(_end_key(keys[n // self._size], ids[:n], self._size), 0)):
@@ -269,7 +276,7 @@ class LlamaPrefixes:
                 lacking.add(keys[i + 1])
                 return None
             rows += self._parse(blob[1][: blob[0]]).parts  # type: ignore[arg-type]
-        if self._has_ends:
+        if self.has_ends:
             tail = ids[n // size * size :]
             key = _end_key(keys[n // size], ids, size)
             data = self._get_pieces(key, tail, keys[n // size])
