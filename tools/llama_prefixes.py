@@ -42,7 +42,7 @@ SIZES = (1024, 2048)
 LEAST_GAIN = 20
 _ANSWER = 24
 _QUESTION = "Which rule is the most important one? Answer in one sentence."
-_KILLS = 8
+_KILLS = 4
 # What llama-cpp-python's process runs.
 _BINDING = Path(__file__).with_name("llama_binding.py")
 
@@ -191,7 +191,7 @@ def chat(url: str, system: str, question: str = _QUESTION) -> Answer:
         ],
         **{"max_tokens": _ANSWER, "temperature": 0, "stream": True, "id_slot": 0},
     }
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=120)
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=600)
     begin = time.perf_counter()
     try:
         connection.request("POST", "/v1/chat/completions", json.dumps(body))

@@ -41,13 +41,13 @@ def serve_slots(
     ],
     options: Options = "",
     ram_bytes: Annotated[
-        int,
+        int | None,
         value_option(
             "SIZE",
             "The most that chunks take in shared memory, as 4G. [default: 0]",
             parser=parse_bytes,
         ),
-    ] = 0,
+    ] = None,
     disk_bytes: DiskBytes = None,
     chunk_tokens: StoreChunk = 256,
     port: Annotated[
@@ -60,13 +60,13 @@ def serve_slots(
         str, value_option("ADDRESS", "The address to serve at. [default: 127.0.0.1]")
     ] = "127.0.0.1",
 ) -> None:
-    """Serve a llama-server's interface; prompts that begin alike are computed once, by any server.
+    """Serve llama-server's interface, and compute prompts that begin alike once.
 
     Everything passes to the server behind it. Before a completion, the longest stored prefix is
     restored into the slot; afterwards, new tokens are stored.
     """
     with KVStore(
-        store, ram_bytes=ram_bytes, disk_bytes=disk_bytes, chunk_tokens=chunk_tokens
+        store, ram_bytes=ram_bytes or 0, disk_bytes=disk_bytes, chunk_tokens=chunk_tokens
     ) as opened:
         behind = LlamaServer(server, slot_save_path)
         where = (address, port)

@@ -12,7 +12,7 @@ import typer
 
 from unimem.base.text import escape, format_bytes, format_count
 from unimem.cli import terminal
-from unimem.cli.options import AsJson, number_parser, parse_tokens, value_option
+from unimem.cli.options import AsJson, number_parser, value_option
 from unimem.cli.terminal import document_head
 from unimem.engine.text.tokenizer import Tokenizer, UnsupportedTokenizer
 from unimem.errors import FormatError
@@ -53,7 +53,7 @@ DiskBytes = Annotated[
     ),
 ]
 StoreChunk = Annotated[
-    int, typer.Option(metavar="N", help="Tokens of a chunk.", parser=parse_tokens)
+    int, typer.Option(metavar="N", min=1, max=1 << 20, help="Tokens of a chunk.")
 ]
 
 
@@ -95,7 +95,7 @@ def store(
     chunk_tokens: StoreChunk = 256,
     as_json: AsJson = False,
 ) -> None:
-    """Show prefixes of llama.cpp in a store, and exchange slot files (for images: unimem cache)."""
+    """Show or exchange llama.cpp's prefixes in a store (for images: unimem cache)."""
     words = what or []
     if folder is None:
         raise typer.BadParameter("expected --store with a folder or a URL")
