@@ -31,7 +31,7 @@ FLOORS = (
     {"layout"},
     {"cuda"},
     {"torch"},
-    {"engine", "transformers", "ray", "vllm"},
+    {"engine", "transformers", "ray", "vllm", "lmcache", "sglang"},
     {"cli", "__main__"},
 )
 # The benchmarks; modules in one line may import each other.
