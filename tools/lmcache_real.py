@@ -27,7 +27,7 @@ from typing import Any
 
 CHUNK_TOKENS, N_CHUNKS, BLOCK = 64, 8, 16
 SHAPE = "(2,256,16,2,32):float16:2"  # 32 KiB a chunk
-WAIT_S = 120
+WAIT_S = 300
 
 
 def main() -> int:
@@ -76,7 +76,9 @@ def steps(folder: Path) -> dict[str, dict[str, Any]]:
             command = [sys.executable, __file__, "--engine", str(port), verb, shape]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
             if verb == "put":
-                wait_for_chunks(Path(options.get("where", store)), 3 if small.exists() else N_CHUNKS)
+                wait_for_chunks(
+                    Path(options.get("where", store)), 3 if small.exists() else N_CHUNKS
+                )
         got = json.loads(done.stdout.splitlines()[-1])
         figures[name] = {"expected": [hit, True], "got": got}
 
@@ -115,7 +117,9 @@ def server(log: Path, options: dict[str, Any]) -> Iterator[int]:
         port = int(free.getsockname()[1])
     adapter = {"type": "plugin", "module_path": "unimem.lmcache", "class_name": "KVStoreAdapter"}
     command = [sys.executable, "-m", "lmcache.v1.multiprocess.server", "--port", str(port)]
-    command += "--supported-transfer-mode engine_driven --eviction-policy LRU --disable-metrics".split()
+    command += (
+        "--supported-transfer-mode engine_driven --eviction-policy LRU --disable-metrics".split()
+    )
     command += ["--shm-name", f"unimem-test-{os.getpid()}", "--l1-size-gb", "0.1"]
     command += ["--chunk-size", str(CHUNK_TOKENS)]
     command += ["--l2-adapter", json.dumps(adapter | {"adapter_params": options})]
@@ -135,7 +139,7 @@ def server(log: Path, options: dict[str, Any]) -> Iterator[int]:
 
 
 def engine(port: int, verb: str, shape: str) -> list[Any]:
-    """Put or get a prompt as an engine; return the chunks hit, and whether their bytes are right."""
+    """Put or get a prompt as an engine; return the chunks hit, and if their bytes are right."""
     import torch
     from lmcache.cli.commands.bench.server_bench.client import ServerBenchClient
     from lmcache.cli.commands.bench.server_bench.config import BenchConfig

@@ -31,7 +31,7 @@ FLOORS = (
     {"layout"},
     {"cuda"},
     {"torch"},
-    {"engine", "transformers", "ray", "vllm", "llama_cpp"},
+    {"engine", "transformers", "ray", "vllm", "llama_cpp", "lmcache", "sglang"},
     {"cli", "__main__"},
 )
 # The benchmarks; modules in one line may import each other.

@@ -47,6 +47,7 @@ def test_every_public_name_is_explained(site: Path) -> None:
     names |= {"unimem.cuda.KVCache", "unimem.transformers.KVCache", "unimem.ray.Stager"}
     names |= {"unimem.KVCache.append", "unimem.torch.tensor"}
     names |= {"unimem.vllm.CPUOffloading", "unimem.vllm.KVStoreTier"}
+    names |= {"unimem.lmcache.KVStoreAdapter", "unimem.sglang.KVStoreStorage"}
     assert names - names_of(site / "reference/python.html") == set()
 
 

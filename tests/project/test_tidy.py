@@ -244,6 +244,7 @@ def module_name(path: Path) -> str:
 
 # Importing the room for transformers takes seconds; vLLM is not installed.
 ROOMS_WITHOUT_INTERFACE = {"_core", "cli", "cuda", "engine", "transformers", "vllm"}
+NOT_INSTALLED = {"unimem.lmcache", "unimem.sglang"}
 # Programs, which are never imported.
 PROGRAMS = {"unimem.__main__", "unimem.staging.keeper_process", "unimem.staging.mount_process"}
 BINDINGS = {"unimem.backends.ggml"}  # ggml's own names
@@ -256,6 +257,7 @@ MODULES = sorted(
     }
     - PROGRAMS
     - BINDINGS
+    - NOT_INSTALLED
 )
 STUBS = sorted(module_name(path) for path in (ROOT / "src/unimem").rglob("*.pyx"))
 

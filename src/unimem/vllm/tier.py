@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import threading
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import vllm
-import xxhash
 from numpy.typing import NDArray
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, RequestOffloadingContext
@@ -27,12 +25,11 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from unimem.base.arguments import integer, string
-from unimem.errors import FormatError
 from unimem.kv.store.engine_chunks import EngineChunks
+from unimem.kv.store.engine_store import check_budgets
 from unimem.kv.store.store import KVStore
 from unimem.system import policy
-from unimem.weights.opened import open_weights
-from unimem.weights.whole_hash import whole_hash
+from unimem.weights.files_hash import files_hash
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec, OffloadKey, ReqContext, ScheduleEndContext
@@ -42,8 +39,6 @@ if TYPE_CHECKING:
 __all__ = ["KVStoreTier"]
 
 _Move = Callable[[bytes, NDArray[np.uint8]], bool]
-# What a tier needs beside the bytes of a chunk: its header, its file, and the folder.
-_BESIDE_BYTES = 1 << 16
 
 
 class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
@@ -104,12 +99,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         namespace = _namespace(offloading_spec, string(model, "model"))
         rows = np.asarray(primary_kv_view)
         self._rows: NDArray[np.uint8] = rows.view(np.uint8).reshape(len(rows), -1)
-        least = self._rows.shape[1] + _BESIDE_BYTES
-        for name, budget in (("ram_bytes", ram_bytes), ("disk_bytes", disk_bytes)):
-            if budget and integer(budget, name, 0) < least:
-                raise ValueError(
-                    f"{name}: expected 0, or at least {least} for one chunk of vLLM, got {budget}"
-                )
+        check_budgets("vLLM", self._rows.shape[1], ram_bytes, disk_bytes)
         self._store = KVStore(where, ram_bytes=ram_bytes, disk_bytes=disk_bytes)
         self._chunks = EngineChunks(self._store, namespace, self._rows.shape[1])
         self._pool = ThreadPoolExecutor(n_threads, "unimem-vllm")
@@ -301,23 +291,5 @@ def _namespace(spec: OffloadingSpec, model: str) -> str:
         known["device"] = "cpu amx"  # vLLM's kernels for it lay blocks out in another way
     path = spec.config.model.name
     if os.path.exists(path):
-        known["weights"] = _files_hash(Path(path))
+        known["weights"] = files_hash(Path(path), "vLLM")
     return json.dumps(known, sort_keys=True)
-
-
-def _files_hash(path: Path) -> str | None:
-    """Hash all bytes of a model's weights and its configurations; None if they cannot be read."""
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    total = xxhash.xxh3_128()
-    try:
-        if not files:
-            raise FileNotFoundError(errno.ENOENT, "expected *.safetensors, found none")
-        for file in files:
-            with open_weights(file, load="map") as weights:
-                total.update(whole_hash(weights).encode())
-    except (FormatError, OSError) as error:
-        policy.warn(f"{path}: vLLM's model is known by its name only: {error}")
-        return None
-    for file in sorted([*path.glob("*config.json"), *path.glob("params.json")]):
-        total.update(xxhash.xxh3_128_digest(file.read_bytes()))
-    return total.hexdigest()
