@@ -18,6 +18,7 @@ from unimem.system import limits
 from unimem.system.disk_speed import DiskSpeed
 from unimem.system.disks import Disk
 from unimem.system.limits import Limit
+from unimem.weights import loading
 
 MIB = 1 << 20
 SPEED = DiskSpeed(100 * MIB, 1000 * MIB, "2026-11-28")
@@ -37,8 +38,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def calm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let nothing press on memory, which would have files copied."""
+    """Let nothing press on memory, which would have files copied, or leave the page cache."""
     monkeypatch.setattr(hosts, "memory_pressure", lambda: ())
+    monkeypatch.setattr(loading, "cached_bytes", lambda model: sum(f.nbytes for f in model.files))
 
 
 @pytest.fixture
