@@ -206,8 +206,8 @@ def test_auto_streams_what_would_not_stay(mixture: str, room: Callable[[int], No
 def test_a_context_has_room_beside_the_least_slots(
     mixture: str, room: Callable[[int], None]
 ) -> None:
-    room(um.plan(mixture, ctx=512, load="map").required_bytes + least_bytes(mixture))
-    plan = um.plan(mixture, load="stream", threads=2)
+    room(streamed(mixture, least_bytes(mixture), ctx=512).required_bytes)
+    plan = um.plan(mixture, load="stream", threads=2, pages="4k")
     assert plan.max_ctx is not None
     assert 256 < plan.max_ctx < 1024
     assert plan.ctx == plan.max_ctx

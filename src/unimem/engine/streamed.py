@@ -64,7 +64,7 @@ def read_pieces(
             after = firsts[i + 1] if i + 2 < len(layers) else -1
             span = first, of_layer[0].n, after
             headers.experts[f"blk.{i}"] = Bringer(experts_address, reader.experts(*span))
-            if i < len(layers) - 1:  # the last one computes a single token
+            if i < len(layers) - 1 and experts is not None:  # the last one computes a single token
                 headers.waves[f"blk.{i}"] = _waves(reader, n_waves(experts), span)
         else:
             offsets = {
