@@ -33,7 +33,7 @@ from unimem.kv.store.store import KVStore
 from unimem.kv.types import GGML_TYPES, kv_pair
 from unimem.layout import Layout
 from unimem.models.dims import ModelDims
-from unimem.planning.needs import PREFILL_BATCH
+from unimem.planning.needs import prompt_batch
 from unimem.weights.loading import EngineLoad, Progress
 from unimem.weights.opened import Weights
 
@@ -164,9 +164,10 @@ class Decoder:
         own_layout = None
         self._prefixes: Prefixes | None = None
         assert needed.ctx is not None  # known for every model that the engine runs
+        self._batch = prompt_batch(needed.ctx, is_streamed=self.weights.stream is not None)
         try:
             if store is not None:
-                self._prefixes = Prefixes(store, self.weights)
+                self._prefixes = Prefixes(store, self.weights, self._batch)
                 self._memory.model.check_store(store.chunk_tokens, needed.ctx, window)
             if layout is None:
                 layout = own_layout = Layout.for_model(
@@ -211,7 +212,6 @@ class Decoder:
         marks = scratch.mark(), history.mark()
         self._threadpool = 0
         self._made: list[Headers | Graph] = []
-        self._batch = min(PREFILL_BATCH, self.ctx)
         rotates = self._model.rotates(asked.rotate, *kv_pair(asked.kv_dtype))
         self._history = History(
             self._model, asked.kv_dtype, rotates, self.ctx, asked.window, self._batch, history
@@ -260,10 +260,10 @@ class Decoder:
         ids = view(take(4 * self.ctx), self.ctx, "int32")  # by position
         vectors = [self._tokens, self._positions, *self._rows, view(arrays.last, 1, "int32"), ids]
         self._parts = list_parts(vectors, self._logits)
-        nbytes = Graph.bytes_needed(model)
         graphs = []
         for n in (1, batch):
             masks = [take(2 * n * rows) for rows in n_rows]
+            nbytes = Graph.bytes_needed(model, headers.n_waves if n > 1 else 0)
             graph = Graph(model, headers, arrays, n, masks, take(nbytes), nbytes)
             graphs.append(graph)
             self._made.append(graph)
@@ -646,7 +646,8 @@ class Decoder:
         Notes
         -----
         After an interrupt none of the tokens counts. A ring cannot go back: with a window, or if
-        layers slide, whole batches of `PREFILL_BATCH` tokens count, up to ``kv.next_position``.
+        layers slide, whole batches (128 tokens, or 512 if weights are streamed) count, up to
+        ``kv.next_position``.
         """
         self._check_open()
         checked = _checked_tokens(tokens, self.dims.vocab_size)
