@@ -74,6 +74,10 @@ def work(
     model: str, store: str, disk_bytes: int, workers: int, prompts: list[int], *, report: bool
 ) -> Any:
     """Complete prompts in this process, with a tier unless `store` is empty."""
+    if workers > 1:  # vLLM wants a NUMA node for each, unless it gets CPUs
+        cpus = sorted(os.sched_getaffinity(0))
+        each = (str(cpus[i % len(cpus)]) for i in range(workers))
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(each)
     import vllm
 
     tier = {"type": "KVStoreTier", "module_path": "unimem.vllm", "where": store}
