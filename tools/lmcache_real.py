@@ -85,7 +85,7 @@ def steps(folder: Path) -> dict[str, dict[str, Any]]:
     step("put", 0, "put")
     step("restart", N_CHUNKS, "get")
     step("other_dtype", 0, "get", SHAPE.replace("float16", "bfloat16"))
-    step("other_shape", 0, "get", SHAPE.replace("(2,256,16,2,32)", "(2,256,16,4,16)"))
+    step("other_shape", 0, "get", SHAPE.replace("(2,256,16,2,32)", "(2,256,16,4,32)"))
     step("other_model", 0, "get", model="revision 2")
     files = sorted(store.glob("*.kv"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
     data = bytearray(files[5].read_bytes())
