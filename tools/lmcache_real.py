@@ -25,6 +25,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import unimem
+
 CHUNK_TOKENS, N_CHUNKS, BLOCK = 64, 8, 16
 SHAPE = "(2,256,16,2,32):float16:2"  # 32 KiB a chunk
 WAIT_S = 300
@@ -58,7 +60,7 @@ def main() -> int:
             "door": "LMCache: KVStoreAdapter",
             "module": "unimem.lmcache",
             "command": "make test-lmcache",
-            "unimem": version("unimem-llm"),
+            "unimem": unimem.__version__,
             "rows": [row],
             "figures": {f"{name}_hit_chunks": figure["got"][0] for name, figure in figures.items()},
         }
