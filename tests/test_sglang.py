@@ -95,7 +95,7 @@ class Opened:
     """A storage with a pool whose rows have the number of their page."""
 
     def __init__(self, door: Any, make: Any, given: Any, **pool: Any) -> None:
-        self.storage, self.pool, self._make = door.KVStoreStorage(given, {}), None, make
+        self.storage, self._make = door.KVStoreStorage(given, {}), make
         self.pool = HostPool(make, **pool)
         self.pool.rows[:] = np.repeat(np.arange(1, N + 1), PAGE)[:, None]
         try:

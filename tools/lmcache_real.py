@@ -25,6 +25,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import unimem
+
 CHUNK_TOKENS, N_CHUNKS, BLOCK = 64, 8, 16
 SHAPE = "(2,256,16,2,32):float16:2"  # 32 KiB a chunk
 WAIT_S = 300
@@ -58,7 +60,7 @@ def main() -> int:
             "door": "LMCache: KVStoreAdapter",
             "module": "unimem.lmcache",
             "command": "make test-lmcache",
-            "unimem": version("unimem-llm"),
+            "unimem": unimem.__version__,
             "rows": [row],
             "figures": {f"{name}_hit_chunks": figure["got"][0] for name, figure in figures.items()},
         }
@@ -85,7 +87,7 @@ def steps(folder: Path) -> dict[str, dict[str, Any]]:
     step("put", 0, "put")
     step("restart", N_CHUNKS, "get")
     step("other_dtype", 0, "get", SHAPE.replace("float16", "bfloat16"))
-    step("other_shape", 0, "get", SHAPE.replace("(2,256,16,2,32)", "(2,256,16,4,16)"))
+    step("other_shape", 0, "get", SHAPE.replace("(2,256,16,2,32)", "(2,256,16,4,32)"))
     step("other_model", 0, "get", model="revision 2")
     files = sorted(store.glob("*.kv"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
     data = bytearray(files[5].read_bytes())

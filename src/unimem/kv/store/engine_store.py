@@ -48,7 +48,7 @@ class EngineStore(Closing):
         As `KVStore`.
     """
 
-    def __init__(self, engine: str, version: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, engine: str, version: str, options: Mapping[str, Any] | None) -> None:
         if not isinstance(options, Mapping) or {*options} - {*_OPTIONS} or "where" not in options:
             raise ValueError(
                 f"options: expected where, and any of {_OPTIONS[1:]}, got {options!r:.200}"
