@@ -176,6 +176,9 @@ UM_API UM_CHECKED um_status um_pieces_resize(um_pieces *pieces, uint32_t pool, u
 /* Returns the slot of a piece in its pool; -1 if it is not there, or not yet. */
 UM_API int32_t um_pieces_slot(um_pieces *pieces, int32_t id);
 UM_API void um_pieces_stat_read(um_pieces *pieces, um_pieces_stat *out);
+/* Returns how many pieces of a pool had their reading begun, by any call. pre: the number is of a
+ * pool. */
+UM_API uint64_t um_pieces_fetched(um_pieces *pieces, uint32_t pool);
 /* Whether reads are made by an io_uring. */
 UM_API int um_pieces_has_ring(const um_pieces *pieces);
 /* Whether a file is read past the page cache. pre: the number is of a file. */

@@ -385,6 +385,13 @@ cdef class Pieces:
         """Return how many slots a pool may have."""
         return (<_Spec>self._spec).pool(pool).max_slots
 
+    @cython.critical_section
+    def n_fetched(self, pool: int) -> int:
+        """Return how many pieces of a pool had their reading begun."""
+        self.check_open()
+        (<_Spec>self._spec).pool(pool)
+        return um.um_pieces_fetched(self.pieces, pool)
+
     @property
     def n_pieces(self) -> int:
         """The number of pieces."""

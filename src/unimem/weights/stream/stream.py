@@ -19,7 +19,7 @@ from unimem.base.descriptors import Descriptors
 from unimem.base.text import format_bytes
 from unimem.errors import ClosedError
 from unimem.system.placement import PlacementOptions
-from unimem.weights.stream.budget import SlotBudget, plan_budget
+from unimem.weights.stream.budget import SlotBudget, move_slots, plan_budget
 from unimem.weights.stream.piece_table import WINDOW, PieceTable, TensorPlace
 
 __all__ = ["Stream", "StreamedFiles", "open_streams"]
@@ -100,6 +100,7 @@ class Stream:
         self._local = threading.local()
         self._holders: WeakSet[_ThreadHolder] = WeakSet()
         self._n_checked = 0
+        self._n_fetched = [0] * len(table.kinds)  # when slots were divided
         placed = placement.copy()
         placed["warm"] = placement.get("warm") or True
         self._pieces = Pieces(
@@ -240,26 +241,51 @@ class Stream:
                 self._budget.pools,
                 taken_bytes=taken,
             )
-            before = self._budget
             self._unpin()
             self._holder().release()
             try:
-                self._set_slots(planned)
-                self._budget = planned
-            except BaseException:
-                with suppress(BufferError, MemoryError, OSError):
-                    self._set_slots(before)
-                raise
+                self._divide(planned, _PATIENCE_SECONDS)
             finally:
-                self._row = None  # the ledger counts the bytes of each row
-                self._row = _SlotRow(self._pieces, self.slot_bytes)
                 self._pin()
 
-    def _set_slots(self, budget: SlotBudget) -> None:
-        """Give each pool its number of slots; pools that get smaller come first."""
+    def _move_slots(self) -> None:
+        """Let slots of experts move to pools where they save more reads.
+
+        The budget stays, and a change of it divides it anew. Nothing moves if threads use pieces
+        in slots that would go.
+        """
+        if not self._table.has_experts or not self._resizing.acquire(blocking=False):
+            return
+        try:
+            now = [self._pieces.n_fetched(i) for i in range(len(self._n_fetched))]
+            since = [n - before for n, before in zip(now, self._n_fetched, strict=True)]
+            planned = move_slots(self._budget, since)
+            if planned.slots != self._budget.slots:
+                with suppress(BufferError, MemoryError):
+                    self._divide(planned)
+        finally:
+            self._resizing.release()
+
+    def _divide(self, planned: SlotBudget, patience: float = 0) -> None:
+        """Give each pool its number of slots, or leave all as it was, and raise."""
+        before = self._budget
+        try:
+            self._set_slots(planned, patience)
+            self._budget = planned
+        except BaseException:
+            with suppress(BufferError, MemoryError, OSError):
+                self._set_slots(before, patience)
+            raise
+        finally:
+            self._n_fetched = [self._pieces.n_fetched(i) for i in range(len(before.slots))]
+            self._row = None  # the ledger counts the bytes of each row
+            self._row = _SlotRow(self._pieces, self.slot_bytes)
+
+    def _set_slots(self, budget: SlotBudget, patience: float) -> None:
+        """Set the numbers of slots, in pools that get smaller first; wait for users of pieces."""
         now = [self._pieces.n_slots(i) for i in range(len(budget.slots))]
         for i in sorted(range(len(now)), key=lambda i: budget.slots[i] - now[i]):
-            end = time.monotonic() + _PATIENCE_SECONDS
+            end = time.monotonic() + patience
             while budget.slots[i] != self._pieces.n_slots(i):
                 try:
                     self._pieces.resize(i, budget.slots[i])
