@@ -79,8 +79,7 @@ def packed_attention(
         )
     batch, heads, n, dim = query.shape
     kv_heads, mask = key.shape[1], attention_mask
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if mask is None and n > 1 and is_causal and not (sinks is cap is indices is None):
         mask = torch.ones(n, key.shape[2], dtype=torch.bool, device=key.device).tril()[None, None]
     if indices is not None:
