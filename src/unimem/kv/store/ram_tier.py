@@ -17,7 +17,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -226,31 +226,48 @@ class RamTier:
         """Whether the table has a chunk of this identity."""
         return self._find(key) is not None
 
-    def read(self, key: bytes, out: NDArray[np.uint8]) -> int:
-        """Read a chunk of the size of `out`; return its size in any case, 0 without a chunk."""
+    def use(self, key: bytes, take: Callable[[NDArray[np.uint8]], object]) -> int:
+        """Call `take` with the bytes of a chunk, in place.
+
+        Return their number; 0 if there is no chunk, or if it was replaced meanwhile: then what was
+        taken must not be used.
+        """
         at = self._find(key)
         if at is None:
             return 0
         with self._reading() as may:
-            record = self._records[at].copy()
-            n, begin = int(record["nbytes"]), int(record["first"]) * self._unit
             if not may:
                 return 0
-            if n == out.nbytes and begin + n <= self._data.nbytes:
-                out[:] = self._data[begin : begin + n]
+            record = self._records[at].copy()
+            n, begin = int(record["nbytes"]), int(record["first"]) * self._unit
+            take(self._data[begin : begin + n])
         if time.time_ns() - self._used[at] > MARK_AFTER_NS:
             self.touch([key], time.time_ns())
         is_same = self._records["generation"][at] == record["generation"]
         return n if is_same and bytes(record["key"]) == key and self._tags[at] else 0
 
+    def read(self, key: bytes, out: NDArray[np.uint8]) -> int:
+        """Read a chunk of the size of `out`; return its size in any case, 0 without a chunk."""
+
+        def copy(data: NDArray[np.uint8]) -> None:
+            if data.nbytes == out.nbytes:
+                out[:] = data
+
+        return self.use(key, copy)
+
     def write(self, key: bytes, data: NDArray[np.uint8], used_ns: int) -> bool:
         """Copy a chunk into the pool; its tag is written last."""
-        count = -(-data.nbytes // self._unit)
+        return self.write_parts(key, [data], used_ns)
+
+    def write_parts(self, key: bytes, parts: Sequence[NDArray[np.uint8]], used_ns: int) -> bool:
+        """Copy a chunk whose parts lie apart."""
+        nbytes = sum(part.nbytes for part in parts)
+        count = -(-nbytes // self._unit)
         if count > self._most:
             if not self._has_warned:
                 self._has_warned = True
                 policy.warn(
-                    f"{self.folder} keeps no chunk of {data.nbytes} bytes: ram_bytes is "
+                    f"{self.folder} keeps no chunk of {nbytes} bytes: ram_bytes is "
                     f"{self.budget_bytes}, of which chunks have {self._most * self._unit}"
                 )
             return False
@@ -262,13 +279,15 @@ class RamTier:
                 return False
             at, first = found
             begin = first * self._unit
-            if self._head["given_back"][0] and not allocate_range(self._pool, begin, data.nbytes):
+            if self._head["given_back"][0] and not allocate_range(self._pool, begin, nbytes):
                 return False
-            self._data[begin : begin + data.nbytes] = data
+            for part in parts:
+                self._data[begin : begin + part.nbytes] = part
+                begin += part.nbytes
             record = np.zeros((), _RECORD)
             record["key"] = key
             record["generation"] = self._records["generation"][at] + 1
-            record["first"], record["count"], record["nbytes"] = first, count, data.nbytes
+            record["first"], record["count"], record["nbytes"] = first, count, nbytes
             self._records[at] = record
             self._used[at] = used_ns
             self._busy[first : first + count] = 1
