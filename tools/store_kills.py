@@ -31,12 +31,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 import unimem as um
+from unimem.kv.store.ram_tier import RamTier
+from unimem.kv.store.tiers import Tier
 
 CHUNK_TOKENS, N_TALKS, MOST_TOKENS = 4, 40, 20
 # One of these chunks: a header, the rows of 4 tokens, and what a file system adds.
 CHUNK_BYTES = 4096 + CHUNK_TOKENS * 8192 + 8192
 # For too few chunks, so that most conversations do not fit.
-RAM_BYTES, DISK_BYTES = (16384 + n * CHUNK_BYTES for n in (25, 60))
+RAM_BYTES, DISK_BYTES = (16384 + n * CHUNK_BYTES for n in (20, 60))
 MODEL = "m"
 
 
@@ -167,7 +169,7 @@ def kill_at_random(folder: Path, n_workers: int, n_operations: int, n_kills: int
                 n_looks += 1
                 # Not more, or the budgets would never be used up.
                 if n_damaged * 20 < counts.total()[0]:
-                    n_damaged += damage(rng, rng.choice(list(budgets)))
+                    n_damaged += damage(rng, rng.choice(keeper._tiers))
                 if counts.total()[0] * n_kills >= n_killed * n_operations:
                     i = rng.randrange(n_workers)
                     os.kill(workers[i], signal.SIGKILL)
@@ -232,9 +234,11 @@ def chunks_of(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.suffix == ".kv")
 
 
-def damage(rng: random.Random, folder: Path) -> int:
+def damage(rng: random.Random, tier: Tier) -> int:
     """Damage one of the chunks; 0 if it disappeared meanwhile."""
-    chunks = chunks_of(folder)
+    if isinstance(tier, RamTier):
+        return damage_pool(rng, tier)
+    chunks = chunks_of(Path(tier.stat().path))
     if len(chunks) < 2:
         return 0
     path, other = rng.sample(chunks, 2)
@@ -242,6 +246,22 @@ def damage(rng: random.Random, folder: Path) -> int:
         rng.choice(DAMAGES)(rng, path, other)
     except FileNotFoundError:
         return 0
+    return 1
+
+
+def damage_pool(rng: random.Random, tier: RamTier) -> int:
+    """Flip a bit of a chunk in RAM, or replace it by another chunk."""
+    chunks = tier.extents()
+    if len(chunks) < 2:
+        return 0
+    (at, nbytes), (other, _) = rng.sample(chunks, 2)
+    with open(Path(tier.folder, "pool"), "r+b") as pool:
+        if rng.random() < 0.5:
+            at += rng.randrange(nbytes)
+            data = bytes([os.pread(pool.fileno(), 1, at)[0] ^ 1 << rng.randrange(8)])
+        else:
+            data = os.pread(pool.fileno(), nbytes, other)
+        os.pwrite(pool.fileno(), data, at)
     return 1
 
 
@@ -260,16 +280,15 @@ def notice_each(folder: Path, n_damages: int) -> int:
         ):
             fill(kv, tokens)
             assert store.put(kv, tokens, model=MODEL) == len(tokens)
-            path = Path(store.stat().tiers[0].path)
             for i in range(n_damages // 2):
-                noticed += damage(rng, path)
+                noticed += damage(rng, store._tiers[0])
                 n = store.restore_into(out, tokens, model=MODEL)
                 assert n < len(tokens), "a damaged chunk was restored"
                 check(out, tokens[:n])
                 assert store.stat().damaged_chunks == i + 1, "a damaged chunk was not noticed"
                 out.clear()
                 assert store.put(kv, tokens, model=MODEL) == len(tokens)
-            assert len(chunks_of(path)) == n_chunks
+            assert store.stat().tiers[0].n_chunks == n_chunks
     return noticed
 
 

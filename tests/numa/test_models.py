@@ -155,7 +155,7 @@ def test_chunks_in_ram_lie_on_their_nodes(tmp_path: Path, numa: str, nodes: set[
         kv.reserve(64)
         kv.commit(64)
         assert store.put(kv, range(64), model="m") == 64
-        (path,) = Path(store.stat().tiers[0].path).glob("*.kv")
+        path = Path(store.stat().tiers[0].path, "pool")
         with um.Block.map(path, category="staging") as block:
             block.warm()
             assert set(node_bytes(block.address, block.nbytes)) == nodes

@@ -462,6 +462,7 @@ def _putting(**tiers: int) -> Callable[[Path], Iterator[Call]]:
             def undo() -> None:
                 for path in Path(store.stat().tiers[0].path).glob("*.kv"):
                     path.unlink()
+                store.give_back()
 
             def run() -> bool:
                 # There may be fewer without room.

@@ -117,3 +117,23 @@ def test_a_prompt_in_any_order_keeps_its_beginning(tmp_path: Path) -> None:
             chunks.put(b"%d" % i, chunk(i), now - int(i))
         there = [i for i in range(18) if chunks.has(b"%d" % i)]
         assert there[:6] == [*range(6)]
+
+
+@pytest.mark.parametrize("disk_bytes", [0, 1 << 20])
+def test_a_chunk_damaged_in_ram_is_not_copied_from_there(
+    tmp_path: Path, shm: Path, disk_bytes: int
+) -> None:
+    with opened(tmp_path / "s", ram_bytes=1 << 20, disk_bytes=disk_bytes) as store:
+        chunks = EngineChunks(store, "engine", SIZE)
+        assert chunks.put(KEY, chunk(1))
+        out = np.full(SIZE, 7, np.uint8)
+        assert chunks.get(KEY, out)
+        np.testing.assert_array_equal(out, chunk(1))
+        (pool,) = shm.glob("*/pool")
+        with pool.open("r+b") as file:
+            file.seek(4096 + 17)
+            file.write(b"damaged!")
+        out[:] = 7
+        with pytest.warns(um.PlacementWarning, match="was removed"):
+            assert chunks.get(KEY, out) == (disk_bytes > 0)
+        np.testing.assert_array_equal(out, chunk(1) if disk_bytes else np.full(SIZE, 7, np.uint8))

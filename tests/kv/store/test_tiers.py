@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-import warnings
 from pathlib import Path
-from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import pytest
 
@@ -17,15 +15,12 @@ from support.files.prefix_stores import (
     MODEL,
     ROOM,
     TOKENS,
-    bytes_of,
     cache,
     files_of,
-    large_cache,
     opened,
     shm,
     taken,
 )
-from unimem.system import limits
 
 __all__ = ["shm"]  # a fixture
 
@@ -105,104 +100,3 @@ def test_remains_of_a_killed_writer_make_room(tmp_path: Path) -> None:
             ".lock",
             files_of(tmp_path / "s")[0].name,
         }
-
-
-def test_the_last_store_frees_the_shared_ram(tmp_path: Path, shm: Path) -> None:
-    ram: dict[str, Any] = {"ram_bytes": 1 << 22, "disk_bytes": 0}
-    with opened(tmp_path / "s", **ram) as second, cache() as out:
-        with opened(tmp_path / "s", **ram) as first, cache(45) as kv:
-            first.put(kv, TOKENS, model=MODEL)
-        assert second.restore_into(out, TOKENS, model=MODEL) == 40
-        (folder,) = shm.iterdir()
-        assert folder.stat().st_mode & 0o077 == 0
-        assert second.give_back() > 0 == second.longest(TOKENS, model=MODEL, kv=out)
-    assert list(shm.iterdir()) == []
-
-
-def test_the_next_store_frees_ram_of_killed_processes(tmp_path: Path, shm: Path) -> None:
-    with opened(tmp_path / "s", ram_bytes=1 << 22), opened(tmp_path / "t", ram_bytes=1 << 22):
-        kept, _ = sorted(shm.iterdir())
-        stale = kept.with_name(kept.name + "0")
-        stale.mkdir()
-        (stale / "chunk").write_bytes(b"x")
-        with opened(tmp_path / "u", ram_bytes=1 << 22):
-            assert kept.exists()
-            assert not stale.exists()
-
-
-def test_a_budget_beyond_shared_memory_is_refused(tmp_path: Path) -> None:
-    with (
-        pytest.raises(um.CapacityError, match="ram_bytes"),
-        opened(tmp_path / "s", ram_bytes=1 << 60),
-    ):
-        pass
-
-
-# ---- placement of chunks in RAM, in the machine's /dev/shm ----
-
-LARGE = {"ram_bytes": 1 << 24, "disk_bytes": 0, "chunk_tokens": 512}
-LARGE_BYTES = 4096 + (4 << 20)
-
-
-def test_chunks_lie_in_huge_pages_on_request(tmp_path: Path) -> None:
-    with opened(tmp_path / "s", **LARGE, pages="thp") as store, large_cache() as kv:
-        assert store.granted is None
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            assert store.put(kv, range(512), model=MODEL) == 512
-        placement = store.granted
-        assert placement is not None
-        assert placement.resident_bytes == LARGE_BYTES
-        assert placement.huge_bytes == (0 if said else 4 << 20)
-        if said:
-            pytest.skip(str(said[0].message))
-        store.put(kv, [7, *range(511)], model=MODEL)
-        assert store.granted.huge_bytes == 8 << 20
-        # Neither the bytes of the folder nor the rows have changed.
-        tier = store.stat().tiers[0]
-        assert taken(Path(tier.path)) <= tier.nbytes + ROOM
-        expected = bytes_of(kv, 512)
-        kv.clear()
-        assert store.restore_into(kv, range(512), model=MODEL) == 512
-        assert bytes_of(kv, 512) == expected
-
-
-def test_the_numa_policy_is_set_before_memory_is_taken(tmp_path: Path) -> None:
-    node = min(limits.nodes(), default=None)
-    if node is None:
-        pytest.skip("this kernel has no NUMA")
-    before = []
-
-    def look(fd: int, nbytes: int) -> None:
-        with um.Block.map(f"/proc/self/fd/{fd}") as block:
-            before.append((os.fstat(fd).st_blocks, numa_policy(block.address)))
-        posix_fallocate(fd, 0, nbytes)
-
-    posix_fallocate = os.posix_fallocate
-    with opened(tmp_path / "s", **LARGE, numa=f"bind:{node}") as store, large_cache() as kv:
-        with patch.object(os, "posix_fallocate", side_effect=lambda fd, _, n: look(fd, n)):
-            store.put(kv, range(512), model=MODEL)
-        assert before == [(0, f"bind:{node}")]
-        assert store.granted is not None
-        assert store.granted.nodes == {node: LARGE_BYTES}
-
-
-def numa_policy(address: int) -> str:
-    lines = Path("/proc/self/numa_maps").read_text().splitlines()
-    return next(line.split()[1] for line in lines if line.startswith(f"{address:x} "))
-
-
-@pytest.mark.parametrize("fault", ["no memory", "no room"])
-def test_a_chunk_that_cannot_be_placed_is_not_kept(tmp_path: Path, fault: str) -> None:
-    with opened(tmp_path / "s", **LARGE, numa="interleave") as store, large_cache() as kv:
-        if fault == "no memory":
-            error: Exception = um.CapacityError("none is left", 0, 0, 0)
-            broken = patch("unimem.kv.store.tiers.Block", Mock(_filled=Mock(side_effect=error)))
-        else:
-            error = OSError(28, "No space left")
-            broken = patch("os.posix_fallocate", Mock(side_effect=error))
-        with broken:
-            assert store.put(kv, range(512), model=MODEL) == 0
-        tier = store.stat().tiers[0]
-        assert (tier.nbytes, tier.n_chunks) == (0, 0)
-        assert store.put(kv, range(512), model=MODEL) == 512

@@ -26,6 +26,7 @@ __all__ = [
     "chunk_keys",
     "find_fault",
     "seal",
+    "sealed_parts",
 ]
 
 #: A page, so that the data begins at a page.
@@ -206,14 +207,17 @@ class ChunkShape(NamedTuple):
         return found
 
 
-def _header(chunk: ChunkShape, key: bytes, blob: NDArray[np.uint8]) -> bytes:
+def _header(chunk: ChunkShape, key: bytes, *behind: NDArray[np.uint8]) -> bytes:
+    total = xxhash.xxh3_128()
+    for part in behind:
+        total.update(part.data)
     lanes = chunk.group.row_bytes
     values = {
         "header_bytes": HEADER_BYTES,
         "file_bytes": chunk.nbytes,
         "data_bytes": chunk.data_bytes,
         "key": key,
-        "hash": xxhash.xxh3_128_digest(blob[HEADER_BYTES:].data),
+        "hash": total.digest(),
         # Only the other engine knows its tokens.
         "n_tokens": 0 if chunk.of_engine else chunk.n_tokens,
         "n_lanes": len(lanes),
@@ -225,7 +229,13 @@ def _header(chunk: ChunkShape, key: bytes, blob: NDArray[np.uint8]) -> bytes:
 def seal(chunk: ChunkShape, key: bytes, blob: NDArray[np.uint8]) -> None:
     """Complete ``uint8 [chunk.nbytes]`` with its data: write the header, and zeros behind."""
     blob[HEADER_BYTES + chunk.data_bytes :] = 0
-    blob[:HEADER_BYTES] = np.frombuffer(_header(chunk, key, blob), np.uint8)
+    blob[:HEADER_BYTES] = np.frombuffer(_header(chunk, key, blob[HEADER_BYTES:]), np.uint8)
+
+
+def sealed_parts(chunk: ChunkShape, key: bytes, data: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
+    """Return the header, the data itself, and the zeros of a chunk."""
+    zeros = np.zeros(chunk.nbytes - HEADER_BYTES - chunk.data_bytes, np.uint8)
+    return [np.frombuffer(_header(chunk, key, data, zeros), np.uint8), data, zeros]
 
 
 def find_fault(
@@ -239,7 +249,7 @@ def find_fault(
     if nbytes not in (None, chunk.nbytes):
         return f"it has {nbytes} bytes, not {chunk.nbytes}"
     found = blob[:HEADER_BYTES].tobytes()
-    if found == _header(chunk, key, blob):
+    if found == _header(chunk, key, blob[HEADER_BYTES:]):
         return None
     at = _HEADER.offsets["key"]
     if _HEADER.is_magic(found) and found[at : at + len(key)] != key:

@@ -14,7 +14,15 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem.kv.store.chunk import HEADER_BYTES, ChunkShape, LaneGroup, seal
+from unimem.kv.store.chunk import (
+    HEADER_BYTES,
+    ChunkShape,
+    LaneGroup,
+    find_fault,
+    seal,
+    sealed_parts,
+)
+from unimem.kv.store.ram_tier import RamTier
 from unimem.kv.store.store import KVStore
 
 __all__ = ["EngineChunks"]
@@ -62,21 +70,38 @@ class EngineChunks:
         if not lacking:
             self.touch([key], used_ns)
             return True
+        used_ns = used_ns or time.time_ns()
+        if isinstance(tiers[0], RamTier) and len(tiers) == 1:  # no copy in between
+            parts = sealed_parts(self._shape, identity, data)
+            return tiers[0].write_parts(identity, parts, used_ns)
         blob = self._blob()
         blob[HEADER_BYTES : HEADER_BYTES + self._shape.data_bytes] = data
         seal(self._shape, identity, blob)
-        used_ns = time.time_ns() if used_ns is None else used_ns
         written = [tier.write(identity, blob, used_ns) for tier in lacking]
         return any(written) or len(lacking) < len(tiers)
 
     def get(self, key: bytes, out: NDArray[np.uint8]) -> bool:
-        """Copy a chunk to ``uint8 [chunk_bytes]``; return False, without a copy, if it is missing.
+        """Copy a chunk to ``uint8 [chunk_bytes]``; return False if it is missing.
+
+        It is checked before it is copied. If it is replaced in RAM in the midst of that, False is
+        returned, and `out` has bytes of both.
 
         A damaged chunk is removed with a warning, and is missing. A chunk that was not marked for
         a minute is marked as used now; `touch` marks a prefix in its order.
         """
+        identity, tier = self.identity(key), self._store._tiers[0]
+        whole = False
+
+        def take(data: NDArray[np.uint8]) -> None:
+            nonlocal whole
+            whole = find_fault(self._shape, identity, data, data.nbytes) is None
+            if whole:
+                out[:] = data[HEADER_BYTES : HEADER_BYTES + self._shape.data_bytes]
+
+        if isinstance(tier, RamTier) and tier.use(identity, take) and whole:
+            return True
         blob = self._blob()
-        if not self._store._load(self._shape, self.identity(key), blob, time.time_ns()):
+        if not self._store._load(self._shape, identity, blob, time.time_ns()):
             return False
         out[:] = blob[HEADER_BYTES : HEADER_BYTES + self._shape.data_bytes]
         return True

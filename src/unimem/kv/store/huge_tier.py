@@ -7,12 +7,9 @@ import re
 import stat
 from contextlib import ExitStack, suppress
 
-import numpy as np
-from numpy.typing import NDArray
-
 from unimem.base.kernel_files import read_text
 from unimem.errors import PlacementError
-from unimem.kv.store.tiers import RamTier
+from unimem.kv.store.ram_tier import RamTier
 from unimem.system import limits, policy
 
 __all__ = ["HugeTier"]
@@ -23,13 +20,13 @@ _PAGE_BYTES = 2 << 20
 class HugeTier(RamTier):
     """Chunks in hugetlb pages of 2 MiB, for all processes of this user that have the same store.
 
-    A hugetlbfs has no `write`: chunks are written through a mapping, and the lock file lies in
-    shared memory. A chunk takes whole huge pages, which count in the budget. It raises
+    The table and the lock file lie in shared memory. A chunk takes whole huge pages. It raises
     PlacementError if the pool is too small or this user may not write to any hugetlbfs, with the
     command that helps.
     """
 
     _block_pages = "2m"
+    _least_unit = _PAGE_BYTES
 
     def __init__(self, folder: str, budget_bytes: int, *, numa: str | None = None) -> None:
         nodes = policy.parse_numa(numa)
@@ -42,13 +39,6 @@ class HugeTier(RamTier):
             raise PlacementError(shortfall)
         notes = f"{limits.SHM}/{self._folder_name(info)}-2m"
         self._open_for_all([notes, path], budget_bytes)
-
-    def _file_bytes(self, nbytes: int) -> int:
-        return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
-
-    def _fill(self, fd: int, data: NDArray[np.uint8]) -> None:
-        with self._mapped(fd, self._file_bytes(data.nbytes), "r+") as block:
-            block.as_array("uint8", data.nbytes)[:] = data
 
 
 def _held_bytes(folder: str) -> int:

@@ -28,8 +28,9 @@ from unimem.errors import ClosedError, PlacementError
 from unimem.kv.store.chunk import ChunkShape, Kind, chunk_keys, find_fault, seal
 from unimem.kv.store.copy_rows import Holder, Rows, rows_of
 from unimem.kv.store.huge_tier import HugeTier
+from unimem.kv.store.ram_tier import RamTier
 from unimem.kv.store.remote_tier import RemoteTier
-from unimem.kv.store.tiers import DiskTier, RamPages, RamTier, Tier, TierStat
+from unimem.kv.store.tiers import DiskTier, RamPages, Tier, TierStat
 from unimem.kv.token_ids import Tokens, token_ids
 from unimem.remote.client import is_url
 from unimem.system import policy
@@ -160,20 +161,21 @@ class KVStore(Closing):
         such as ``s3://bucket/prefix`` (``http://`` is read-only), with a folder of this user's
         cache in front of the server. See docs/remote.md.
     ram_bytes : int
-        The most bytes that chunks take in shared memory (``/dev/shm``), for all processes of this
-        user that have the store open. The last of them frees the memory. 0 for no chunks in RAM.
+        The bytes of a pool in shared memory (``/dev/shm``), for all processes of this user that
+        have the store open. The first of them takes the memory, and the last one frees it. 0 for
+        no chunks in RAM.
     disk_bytes : int, optional
         The most bytes that chunks take in the folder, 0 for no chunks on disk. The default is a
         tenth of its file system. If processes give different figures, each keeps to its own.
     chunk_tokens : int, default 256
         Tokens of a chunk. Stores find each other's chunks only if they have the same number.
     pages : {"4k", "thp", "2m"}
-        The pages of chunks that this object puts into RAM. With ``"thp"``, a chunk of 2 MiB or more
-        lies in huge pages as far as it has whole ones. ``"2m"`` takes pages of the hugetlb pool on
-        a hugetlbfs; processes that ask for them share a RAM tier of their own. If they cannot be
-        had, chunks are ``"thp"``. A `PlacementWarning` says which pages are missing and why.
+        The pages of the pool in RAM, if this object makes it. With ``"thp"``, it lies in huge pages
+        as far as it has whole ones. ``"2m"`` takes pages of the hugetlb pool on a hugetlbfs;
+        processes that ask for them share a RAM tier of their own. If they cannot be had, the pool
+        is ``"thp"``. A `PlacementWarning` says which pages are missing and why.
     numa : str, optional
-        The nodes of these chunks, as for `PlacementOptions`.
+        The nodes of the pool, as for `PlacementOptions`.
 
     Raises
     ------
@@ -183,7 +185,7 @@ class KVStore(Closing):
     ImportError
         A URL needs the extra ``remote``.
     CapacityError
-        ``/dev/shm`` is smaller than `ram_bytes`.
+        ``/dev/shm`` is smaller than `ram_bytes`, or has no room for it now.
     OSError
         The folder cannot be made, written or locked; PermissionError if others may write to it,
         since they could decide what is restored.
@@ -527,10 +529,7 @@ class KVStore(Closing):
 
     @property
     def granted(self) -> Placement | None:
-        """The placement of all chunks in RAM, as the kernel reports it; None without chunks.
-
-        Each chunk is mapped for it: that takes a while for many chunks.
-        """
+        """The placement of the pool in RAM, as the kernel reports it; None without chunks."""
         self._check_open()
         for tier in self._tiers:
             if isinstance(tier, RamTier):

@@ -1,4 +1,4 @@
-"""Tiers of a store of KV chunks: folders on a disk or in shared memory, each with a budget.
+"""Tiers of a store of KV chunks: what they have in common, and the folder on a disk.
 
 A chunk is a file whose name is the chunk's identity.
 """
@@ -15,22 +15,18 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem._core.block import Block
-from unimem._core.tmpfs import huge_page_bytes
 from unimem.base.atomic_file import TEMPORARY
 from unimem.base.cache_folder import BudgetFolder, CachedFile, check_own_folder
 from unimem.base.descriptors import Descriptors
 from unimem.base.kernel_files import read_text
-from unimem.errors import CapacityError, PlacementError
-from unimem.system import limits, policy
-from unimem.system.placement import Pages, Placement, sum_placements
+from unimem.system import policy
 
-__all__ = ["DiskTier", "FolderTier", "RamPages", "RamTier", "Tier", "TierStat"]
+__all__ = ["DiskTier", "FolderTier", "RamPages", "Tier", "TierStat"]
 
 RamPages = Literal["4k", "thp", "2m"]
 
@@ -47,11 +43,11 @@ _LEAST_BLOCK_BYTES = 4096
 # What a file system needs for a file beside its data: the name, and the map of its pieces.
 _ENTRY_BYTES = 8192
 # The same for the folder and the lock.
-_FOLDER_BYTES = 16384
+FOLDER_BYTES = 16384
 # A full tier makes room for many chunks at once, so that files are listed and sorted seldom.
 _SHARE_OF_ROOM = 16
 # A read marks a file that was not marked for this long: `touch` keeps the order of a prefix.
-_MARK_AFTER_NS = 60 * 10**9
+MARK_AFTER_NS = 60 * 10**9
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM}
 _NO_ALLOCATION = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -120,7 +116,7 @@ class FolderTier:
         self, name: str, folder: str, budget_bytes: int, *, notes: str | None = None
     ) -> None:
         self.name, self.folder, self.budget_bytes = name, folder, budget_bytes
-        self._most = budget_bytes - _FOLDER_BYTES
+        self._most = budget_bytes - FOLDER_BYTES
         boot = read_text("/proc/sys/kernel/random/boot_id")
         self._boot = (boot or os.urandom(8).hex()).encode()  # unknown: files are counted anew
         self._has_warned = False  # of a chunk that is larger than the budget
@@ -159,7 +155,7 @@ class FolderTier:
             n = info.st_size
             if n != self._file_bytes(out.nbytes):
                 return n
-            if time.time_ns() - info.st_mtime_ns > _MARK_AFTER_NS:
+            if time.time_ns() - info.st_mtime_ns > MARK_AFTER_NS:
                 os.utime(fd)
             rest, offset = out.data, 0
             while rest:
@@ -200,7 +196,7 @@ class FolderTier:
 
     def _allocate(self, fd: int, nbytes: int) -> bool:
         """Allocate the room of an empty file; return False if there is not enough."""
-        return _allocate(fd, nbytes)
+        return allocate(fd, nbytes)
 
     def _file_bytes(self, nbytes: int) -> int:
         """Return the size of the file of a chunk of `nbytes` bytes."""
@@ -290,7 +286,7 @@ class FolderTier:
                 self._has_warned = True
                 policy.warn(
                     f"{self.folder} keeps no chunk of {cost} bytes: {self.name}_bytes is "
-                    f"{self.budget_bytes}; expected {cost + _FOLDER_BYTES} or more, or 0"
+                    f"{self.budget_bytes}; expected {cost + FOLDER_BYTES} or more, or 0"
                 )
             return False
         used = self._used()
@@ -349,180 +345,29 @@ class DiskTier(FolderTier):
         super().__init__("disk", folder, budget_bytes)
 
 
-class RamTier(FolderTier):
-    """Chunks in shared memory, for all processes of this user that have the same store open.
-
-    The memory is freed when the last of them closes the store. If processes were killed, it is
-    freed when the next store is opened.
-
-    Parameters
-    ----------
-    folder : str
-        The store's folder, which identifies its memory.
-    budget_bytes : int
-        The most bytes that it may take; CapacityError if ``/dev/shm`` is smaller.
-    pages : {"4k", "thp"}
-        Pages of the chunks that are written here. Written memory is collapsed into huge pages as
-        far as a chunk has whole ones; if that fails, there is a `PlacementWarning`.
-    numa : str, optional
-        Nodes of the chunks, as for `PlacementOptions`, set before the memory is written to.
-    """
-
-    #: The pages of memory that gets a NUMA policy.
-    _block_pages: Pages = "4k"
-
-    def __init__(
-        self,
-        folder: str,
-        budget_bytes: int,
-        *,
-        pages: Literal["4k", "thp"] = "4k",
-        numa: str | None = None,
-    ) -> None:
-        policy.parse_numa(numa)
-        self._pages: RamPages = pages
-        self._numa = numa
-        fs = os.statvfs(limits.SHM)
-        room = fs.f_blocks * fs.f_frsize
-        if room and room < budget_bytes:  # a size of 0 is no limit
-            raise CapacityError(
-                f"ram_bytes: {limits.SHM} has room for {room} bytes, got {budget_bytes}: a smaller "
-                f"ram_bytes, mount -o remount,size={budget_bytes} {limits.SHM}, or docker "
-                "--shm-size",
-                room,
-                0,
-                budget_bytes,
-            )
-        path = f"{limits.SHM}/{self._folder_name(os.stat(folder))}"
-        self._open_for_all([path], budget_bytes)
-
-    def _folder_name(self, store: os.stat_result) -> str:
-        return f"{_PREFIX}{os.geteuid()}-{store.st_dev:x}-{store.st_ino:x}"
-
-    def _open_for_all(self, folders: list[str], budget_bytes: int) -> None:
-        """Open folders that the last process with them removes: the folder of the notes first."""
-        self._pid = os.getpid()
-        self._kept: list[tuple[str, int]] = []
-        with ExitStack() as undo:
-            undo.callback(self._leave)
-            for folder in folders:
-                _sweep(os.path.dirname(folder))
-                self._kept.append((folder, _keep(folder)))
-            super().__init__("ram", folders[-1], budget_bytes, notes=folders[0])
-            undo.pop_all()
-
-    def _allocate(self, fd: int, nbytes: int) -> bool:
-        if self._numa is None:
-            return _allocate(fd, nbytes)
-
-        def allocate(block: Block) -> None:
-            if not _allocate(fd, nbytes):
-                raise CapacityError("there is no room for a chunk", nbytes, 0, nbytes)
-            block.warm()
-
-        # The policy stays with the file, whichever process writes to it.
-        how: dict[str, Any] = {"pages": self._block_pages, "numa": self._numa}
-        how["category"] = "staging"
-        try:
-            with Block._filled(nbytes, allocate, fd=fd, name="chunk", **how):
-                return True
-        except CapacityError:
-            return False
-
-    def _fill(self, fd: int, data: NDArray[np.uint8]) -> None:
-        super()._fill(fd, data)
-        if self._pages == "thp" and 0 < huge_page_bytes() <= data.nbytes:
-            with self._mapped(fd, data.nbytes, "r+") as block:
-                try:
-                    block.collapse()
-                except PlacementError as error:
-                    policy.warn(f"a chunk in {self.folder} has no huge pages: {error}")
-
-    def _mapped(self, fd: int, nbytes: int, mode: Literal["r", "r+"]) -> Block:
-        return Block._map_fd(fd, 0, nbytes, mode, self.folder, "staging", "chunk")
-
-    def granted(self) -> Placement | None:
-        """Ask the kernel where all chunks lie; None without chunks."""
-        found = []
-        for name in os.listdir(self._fd):
-            if not _CHUNK.fullmatch(name):
-                continue
-            with suppress(FileNotFoundError, BlockingIOError), ExitStack() as undo:
-                fd = os.open(name, os.O_RDONLY | _OPEN, dir_fd=self._fd)
-                undo.callback(os.close, fd)
-                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # so that it is not cut meanwhile
-                if nbytes := os.fstat(fd).st_size:
-                    block = undo.enter_context(self._mapped(fd, nbytes, "r"))
-                    block.warm()
-                    found.append(block.verify())
-        return sum_placements(found) if found else None
-
-    def close(self) -> None:
-        """Close the folder, and remove it if no other process has it open."""
-        super().close()
-        self._leave()
-
-    def _leave(self) -> None:
-        while self._kept:
-            folder, fd = self._kept.pop()
-            # A forked child has the same lock, and leaves the removal to its parent.
-            if os.getpid() == self._pid:
-                _remove_unkept(folder, fd)
-            with suppress(OSError):  # it is closed in any case
-                os.close(fd)
-
-
 def _name(key: bytes) -> str:
     return key.hex() + _SUFFIX
 
 
-def _allocate(fd: int, nbytes: int) -> bool:
+def allocate(fd: int, nbytes: int) -> bool:
     """Set the size of a file and allocate its room, if possible; False if there is too little."""
     try:
         os.ftruncate(fd, nbytes)
-        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        if error.errno in _NO_ROOM:
+            return False
+        if error.errno not in _NO_ALLOCATION:
+            raise
+    return allocate_range(fd, 0, nbytes)
+
+
+def allocate_range(fd: int, begin: int, nbytes: int) -> bool:
+    """Allocate a part of a file, if possible; False if there is too little room."""
+    try:
+        os.posix_fallocate(fd, begin, nbytes)
     except OSError as error:
         if error.errno in _NO_ROOM:
             return False
         if error.errno not in _NO_ALLOCATION:
             raise
     return True
-
-
-def _keep(path: str) -> int:
-    """Make a missing folder of shared memory, and keep other processes from removing it."""
-    while True:
-        with suppress(FileExistsError):
-            os.mkdir(path, 0o700)
-        with suppress(FileNotFoundError), ExitStack() as undo:
-            check_own_folder(path, instead="ram_bytes=0")
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            undo.callback(os.close, fd)
-            fcntl.flock(fd, fcntl.LOCK_SH)
-            if os.path.samestat(os.stat(path), os.fstat(fd)):
-                undo.pop_all()
-                return fd
-
-
-def _remove_unkept(path: str, fd: int) -> None:
-    import shutil
-
-    # Another process has it, it is another folder by now, or somebody has made it very deep.
-    with suppress(OSError, RecursionError):
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.stat(path), os.fstat(fd)):
-            shutil.rmtree(path)
-
-
-def _sweep(root: str) -> None:
-    """Remove the folders that killed processes of this user have left in shared memory."""
-    for name in os.listdir(root):
-        if name.startswith(f"{_PREFIX}{os.geteuid()}-"):
-            path = f"{root}/{name}"
-            with suppress(OSError):
-                fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                try:
-                    if os.fstat(fd).st_uid == os.geteuid():  # any user may take the name
-                        _remove_unkept(path, fd)
-                finally:
-                    os.close(fd)
