@@ -89,7 +89,7 @@ class Server:
     def put(self, keys: list[Key], objects: list[Object]) -> Any:
         task = self.adapter.submit_store_task(keys, objects)
         self.wait(self.adapter.get_store_event_fd())
-        done = {}
+        done: dict[Any, Any] = {}
         while task not in done:
             done |= self.adapter.pop_completed_store_tasks()
         return done[task]
@@ -133,7 +133,7 @@ def test_chunks_come_back_after_a_restart_under_the_same_identity_only(
             {"cache_salt": "user"},
             {"chunk_hash": b"x" * 32},
         ):
-            assert server.has([replace(KEYS[0], **other)]) == [], other  # type: ignore[arg-type]
+            assert server.has([replace(KEYS[0], **other)]) == [], other
         assert server.has(KEYS, shape=(1024, 2)) == []
         assert server.has(KEYS, dtype=DType("torch.bfloat16")) == []
         out = Object(dtype=DType("torch.bfloat16"))

@@ -242,7 +242,8 @@ def _name(key: ObjectKey) -> bytes:
     """Return what tells a chunk apart from others of its model and layout."""
     salt = key.cache_salt.encode()
     numbers = f"{key.kv_rank} {key.object_group_id} {len(salt)} ".encode()
-    return numbers + salt + bytes(key.chunk_hash)
+    name: bytes = numbers + salt + bytes(key.chunk_hash)
+    return name
 
 
 def _bytes(obj: MemoryObj) -> NDArray[np.uint8]:

@@ -18,7 +18,7 @@ from support.kernel.cgroups import SmallCgroup, cgroup_512mb  # noqa: F401 - a f
 from support.kernel.huge_pages import eight_huge_pages, no_huge_pages  # noqa: F401 - fixtures
 from support.processes.staged_models import read_elsewhere
 from unimem.base.descriptors import Descriptors
-from unimem.kv.store import tiers
+from unimem.kv.store import ram_tier
 from unimem.staging import backings
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_nothing")
@@ -80,12 +80,12 @@ def test_a_kept_folder_is_not_stale(model: Path, run_python: Run) -> None:
 
 
 @pytest.mark.parametrize("owner", [65534, None])
-@pytest.mark.parametrize("module", [backings, tiers])
+@pytest.mark.parametrize("module", [backings, ram_tier])
 def test_deep_and_foreign_folders_in_shared_memory_are_left(module: Any, owner: int | None) -> None:
     """Any user may take a name, and remove what is below it in a way of its own."""
     if owner is not None and os.geteuid():
         pytest.skip("only root can give a folder away")
-    prefix = module._PREFIX + (f"{os.geteuid()}-" if module is tiers else "")
+    prefix = module._PREFIX + (f"{os.geteuid()}-" if module is ram_tier else "")
     path = f"/dev/shm/{prefix}{os.urandom(8).hex()}"
     depth = 1500 if owner is None else 1
     subprocess.run(["mkdir", "-p", path], check=True)
@@ -100,7 +100,7 @@ def test_deep_and_foreign_folders_in_shared_memory_are_left(module: Any, owner: 
                 if before != fds[0]:
                     os.close(before)
             os.close(fd)
-        backings.sweep() if module is backings else tiers._sweep("/dev/shm")
+        backings.sweep() if module is backings else ram_tier._sweep("/dev/shm")
         assert os.path.isdir(path)
     finally:
         subprocess.run(["rm", "-rf", path], check=True)

@@ -379,7 +379,7 @@ def test_layers_have_what_layers_of_transformers_have() -> None:
             lambda: first.batch_select_indices(torch.tensor([0])),
         ):
             with pytest.raises(NotImplementedError, match="use the cache's"):
-                call()
+                call()  # type: ignore[no-untyped-call]
         first.reset()
         assert cache.get_seq_length() == 0
     del cache

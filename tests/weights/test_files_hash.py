@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,10 +21,8 @@ def model(folder: Path, last: int = 1, config: str = "{}") -> Path:
 
 
 def test_equal_models_have_one_hash_and_others_have_another(tmp_path: Path) -> None:
-    found = [
-        files_hash(model(tmp_path / name, *changes), "E")
-        for name, changes in {"a": (), "b": (), "c": (2,), "d": (1, '{"x": 1}')}.items()
-    ]
+    cases: dict[str, tuple[Any, ...]] = {"a": (), "b": (), "c": (2,), "d": (1, '{"x": 1}')}
+    found = [files_hash(model(tmp_path / name, *changes), "E") for name, changes in cases.items()]
     assert found[0] == found[1]
     assert len({*found}) == 3
 

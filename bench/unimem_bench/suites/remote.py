@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 import unimem as um
 from unimem.base.install_hint import install_hint
+from unimem.planning.needs import PREFILL_BATCH
 from unimem_bench import decoding
 from unimem_bench.rounds import Side, milliseconds
 from unimem_bench.suite import Measure, NotMeasured, Suite, faster, faster_than_best
@@ -209,7 +210,7 @@ def first_token(measure: Measure) -> None:
         )
         where = f"s3://{BUCKET}/prefixes"
         store = undo.enter_context(um.KVStore(where, ram_bytes=0, disk_bytes=0))
-        prefixes = Prefixes(store, decoder.weights)
+        prefixes = Prefixes(store, decoder.weights, PREFILL_BATCH)
         decoder.prefill(ids)
         token = decoder.generate_next_token()
         store.put(decoder.kv, ids, model=model_name(decoder.weights))

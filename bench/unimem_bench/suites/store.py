@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import unimem as um
+from unimem.planning.needs import PREFILL_BATCH
 from unimem_bench import decoding, states
 from unimem_bench.rounds import Side, milliseconds
 from unimem_bench.suite import Measure, Suite, at_most, costs, faster
@@ -64,7 +65,8 @@ class Stores:
         }
         # One decoder for all sides, so that memory and threads are the same.
         self._prefixes = {
-            name: Prefixes(self.stores[name], self.decoder.weights) for name in (IN_RAM, ON_DISK)
+            name: Prefixes(self.stores[name], self.decoder.weights, PREFILL_BATCH)
+            for name in (IN_RAM, ON_DISK)
         }
         self._name = model_name(self.decoder.weights)
         for name in self._prefixes:

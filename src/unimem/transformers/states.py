@@ -21,6 +21,13 @@ _NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
     """A layer whose states lie in caches of unimem (`LayerState`), and never move."""
 
+    # transformers sets them.
+    device: Any
+    dtype: Any
+    record_past: Any
+    is_conv_states_initialized: dict[int, bool]
+    is_recurrent_states_initialized: dict[int, bool]
+
     def __init__(self, number_of_states: int, placement: dict[str, Any]) -> None:
         self._placement = placement
         self._number = number_of_states
@@ -105,7 +112,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         _end(caches)
 
 
-class TokensAndStates(StateLayer, Layer):  # type: ignore[misc]
+class TokensAndStates(StateLayer, Layer):
     """A layer that keeps tokens and states."""
 
     is_compileable = False
