@@ -17,8 +17,9 @@ import pytest
 
 import unimem as um
 from support.files.weight_bytes import MIB, cached_bytes, write
+from support.models.make import Shape, write_model
 from unimem import governor as module
-from unimem.engine import embedded_model
+from unimem.engine import Decoder, embedded_model
 from unimem.governor import GovernorEvent, find_shortage
 from unimem.system import limits
 from unimem.system.limits import Limit
@@ -129,6 +130,22 @@ def test_default_priorities(tmp_path: Path) -> None:
             (30, f"page cache of {path}"),
             (30, f"page cache of {path}"),
         ]
+
+
+def test_a_decoder_gives_the_slots_of_its_weights_first(tmp_path: Path) -> None:
+    shape = Shape(hidden=64, layers=2, heads=2, kv_heads=2, inner=64, vocab=320, ctx=64)
+    path = write_model(tmp_path / "m.gguf", "qwen3moe", shape)
+    with (
+        Decoder(path, ctx=64, threads=1, load="stream", weights_budget="1G") as decoder,
+        um.Governor() as governor,
+    ):
+        governor.add(decoder).add(decoder.weights)
+        assert [step.name for step in governor._steps] == [
+            f"slots of {path}",
+            "spare memory of Decoder",
+        ]
+        before = decoder.weights.mapped_bytes
+        assert governor.give_back(1) == before - decoder.weights.mapped_bytes > 0
 
 
 def test_the_page_cache_of_a_file_that_was_read(tmp_path: Path) -> None:

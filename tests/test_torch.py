@@ -73,6 +73,24 @@ def test_tensors_go_in(torch: Any, kind: str) -> None:
             gc.collect()
 
 
+def test_values_that_torch_negates_lazily_keep_their_sign(torch: Any) -> None:
+    """The sign of such a tensor is a bit of torch's, and not in its memory."""
+    parts = tokens(torch, "float32", 2, N, HEADS, DIM)
+    given = torch.complex(parts[0], parts[1]).conj().imag
+    assert given.is_neg()
+    with um.KVCache(1, HEADS, DIM, 8, dtype="f32") as kv:
+        kv.append(0, given, given)
+        k, v = (torch.from_dlpack(part)[0].transpose(0, 1).clone() for part in kv.layer(0))
+        assert torch.equal(k, -parts[1])
+        assert torch.equal(v, -parts[1])
+        out = torch.complex(*torch.zeros(2, 1, HEADS, N, DIM)).conj().imag
+        with pytest.raises(TypeError, match="negated or conjugated lazily"):
+            kv.layer(0, "f32", out=(out, out))
+    for lazy in (given, torch.complex(parts[0], parts[1]).conj()):
+        with pytest.raises(TypeError, match=r"resolve_conj\(\)\.resolve_neg\(\)"):
+            ut.tensor(lazy)
+
+
 def test_an_append_takes_no_capsule_and_holds_nothing(torch: Any, monkeypatch: Any) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("__dlpack__ was called")

@@ -180,7 +180,7 @@ static void report(void) {
     }
     unsetenv("LD_PRELOAD");
     unsetenv("UNIMEM_EXEC");
-    char *words[] = {program, "-m", "unimem.cli.exec_report", pid, file, NULL};
+    char *words[] = {program, "-P", "-m", "unimem.cli.exec_report", pid, file, NULL};
     pid_t child;
     if (posix_spawn(&child, program, NULL, NULL, words, environ) == 0) {
         while (waitpid(child, NULL, 0) < 0 && errno == EINTR) {

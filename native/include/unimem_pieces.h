@@ -127,13 +127,13 @@ UM_API UM_CHECKED um_status um_pieces_holder_create(um_pieces_holder **out, um_p
 /* Lets all go, and frees the holder. NULL is left alone. */
 UM_API void um_pieces_holder_destroy(um_pieces_holder *holder);
 
-/* Makes n pieces present, and waits until they are; ids may repeat. slots[i] (slots may be NULL) is
- * the slot of piece ids[i] in its pool.
+/* Makes n pieces present, and waits until they are; ids may repeat. slots[i] is the slot of piece
+ * ids[i] in its pool; `slots` may be NULL, or `ids`.
  *
  * The holder lets go what it kept before, and keeps these pieces until its next um_pieces_ensure
  * or um_pieces_release. What is missing is read, all at once, before what was only prefetched.
  * After a failure the holder keeps nothing, unless the list says otherwise; pieces may have been
- * read or evicted, and `slots` is undefined.
+ * read or evicted, and `slots` is unchanged.
  *
  * - UM_E_INVALID: there is no such piece; what the holder kept stays.
  * - UM_E_FULL, UM_PIECES_FULL: the call has more different pieces of a pool (err->asked) than the
@@ -176,6 +176,9 @@ UM_API UM_CHECKED um_status um_pieces_resize(um_pieces *pieces, uint32_t pool, u
 /* Returns the slot of a piece in its pool; -1 if it is not there, or not yet. */
 UM_API int32_t um_pieces_slot(um_pieces *pieces, int32_t id);
 UM_API void um_pieces_stat_read(um_pieces *pieces, um_pieces_stat *out);
+/* Returns how many pieces of a pool had their reading begun, by any call. pre: the number is of a
+ * pool. */
+UM_API uint64_t um_pieces_fetched(um_pieces *pieces, uint32_t pool);
 /* Whether reads are made by an io_uring. */
 UM_API int um_pieces_has_ring(const um_pieces *pieces);
 /* Whether a file is read past the page cache. pre: the number is of a file. */

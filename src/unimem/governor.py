@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -177,8 +177,9 @@ class Governor:
         ----------
         what : PagedKVCache, KVCache, Decoder, Weights, Stage or an object with ``give_back()``
             A paged cache gives unused blocks and the prefixes in them; another cache gives memory
-            without tokens; streamed weights give a quarter of their slots beyond the least; weights
-            that were read, and a stage, give the page cache of their files.
+            without tokens; streamed weights, also those of a decoder, give a quarter of their slots
+            beyond the least; weights that were read, and a stage, give the page cache of their
+            files.
             ``give_back()`` returns bytes, and is called by the governor's thread.
         priority : int, optional
             Lower goes first. By default 5 for streamed weights, 10 for a paged cache, 20 for memory
@@ -196,11 +197,14 @@ class Governor:
         ClosedError
             The governor is closed.
         """
-        name, usual, give_back = _step_of(what)
-        chosen = usual if priority is None else integer(priority, "priority")
+        chosen = None if priority is None else integer(priority, "priority")
+        steps = [
+            _Step(usual if chosen is None else chosen, name, give_back)
+            for name, usual, give_back in _steps_of(what)
+        ]
         with self._lock:
             self._check_open()
-            self._steps.append(_Step(chosen, name, give_back))
+            self._steps += [step for step in steps if step not in self._steps]
             self._steps.sort(key=lambda step: step.priority)
         return self
 
@@ -487,6 +491,14 @@ def own_bytes() -> int:
     """Return the bytes of this process in RAM that belong to no file."""
     fields = (kernel_files.read_text("/proc/self/statm") or "0 0 0").split()
     return (int(fields[1]) - int(fields[2])) * _PAGE_BYTES
+
+
+def _steps_of(what: object) -> Iterator[tuple[str, int, Callable[[], int]]]:
+    """Yield the name, the usual priority, and the call of each step."""
+    yield _step_of(what)
+    weights = getattr(what, "weights", None)  # of a decoder
+    if isinstance(weights, Weights) and weights.stream is not None:
+        yield _step_of(weights)
 
 
 def _step_of(what: object) -> tuple[str, int, Callable[[], int]]:

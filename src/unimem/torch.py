@@ -72,6 +72,11 @@ def tensor(view: Any) -> Any:
             "view: expected an array of NumPy, or another that has __dlpack__, got "
             f"{type(view).__name__}"
         )
+    if isinstance(view, torch.Tensor) and (view.is_neg() or view.is_conj()):
+        raise TypeError(
+            "view: expected an array whose memory has its values, got a tensor that is negated or "
+            "conjugated lazily: give .resolve_conj().resolve_neg()"
+        )
     try:
         return torch.from_dlpack(view)
     except ClosedError:

@@ -148,8 +148,8 @@ def reporter(file: str) -> dict[str, str]:
     path = file
     if file != "-":
         path = os.path.abspath(file)
-        with open(path, "a"):  # an unwritable file is reported before anything runs
-            pass
+        # An unwritable file is reported before anything runs. A new one is for its owner alone.
+        os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600))
     return {"UNIMEM_EXEC_PYTHON": sys.executable, "UNIMEM_EXEC_REPORT": path}
 
 

@@ -323,8 +323,9 @@ def test_a_file_that_was_cut(path: Path, tmp_path: Path) -> None:
 
 
 WRONG: list[tuple[str, type[Exception], str, Callable[[Pieces, Holder], object]]] = [
-    ("id", ValueError, "no such piece", lambda p, h: h.ensure([N_PIECES])),
-    ("negative id", ValueError, "no such piece", lambda p, h: p.prefetch([-1])),
+    ("id", ValueError, f"got {N_PIECES}", lambda p, h: h.ensure([N_PIECES])),
+    ("share", TypeError, "integers", lambda p, h: h.ensure([0.5])),
+    ("negative id", ValueError, "got -1", lambda p, h: p.prefetch([-1])),
     ("many", um.CapacityError, "asked for 7 slots", lambda p, h: h.ensure(range(7))),
     ("open holder", BufferError, "1 open holders or calls", lambda p, h: p.close()),
     ("file", ValueError, "the number of a file", lambda p, h: p.is_direct(1)),

@@ -110,9 +110,11 @@ def test_a_table_under_update_is_read_later(fd: int) -> None:
 
 
 def test_foreign_options_are_harmless(fd: int) -> None:
-    found = read(fd, table(text=b"1 min=many pages=\x1b[2J nonsense"))
-    assert found is not None
-    assert (found.facts["min_bytes"], found.facts["pages"]) == (None, "?[2J")
+    for least in ("many", "9" * 20, "1" * 1000, "\N{SUPERSCRIPT TWO}", "-1", ""):
+        text = f"1 pmin=1 pages=\x1b[2J nonsense min={least}".encode()[:1024]
+        found = read(fd, table(text=text))
+        assert found is not None
+        assert (found.facts["min_bytes"], found.facts["pages"]) == (None, "?[2J")
 
 
 def test_tables_of_engines_and_exec_are_merged() -> None:

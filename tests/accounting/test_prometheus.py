@@ -148,7 +148,10 @@ def test_names_of_llama_cpp() -> None:
     assert found["llamacpp:memory_compute_bytes", *WHO, "Host"] == 40 * MIB + (128 << 10)
 
 
-@pytest.mark.parametrize("why", [ProcessLookupError(), PermissionError(), ValueError()])
+@pytest.mark.parametrize("why", [
+    ProcessLookupError(), PermissionError(), ValueError(), OSError(), OverflowError(),
+    replace(NOW, published={"kv_tokens": 10**400}),
+])  # fmt: skip
 def test_an_unreadable_process_is_not_up(invented: dict[int, Any], why: Any) -> None:
     invented[7] = why
     found = values(4711, 7)

@@ -609,6 +609,9 @@ CHANGES: dict[str, Change] = {
     "a part before its entry": part(-1, 1),
     "a part behind its entry": part(MIB, 1),
     "a part with more in use": part(0, 10, 11),
+    "a category for each sample": lambda d: mine(d)[7].extend(
+        [f"kv:{i}", mine(d)[2], 1, None, None] for i in range(65)
+    ),
     "entries that overlap": lambda d: d["entries"].append(
         ["kv", "b", mine(d)[2] + 4096, 1, 1, None, None, []]
     ),
@@ -618,6 +621,7 @@ CHANGES: dict[str, Change] = {
 FIELDS: list[tuple[int, list[Any]]] = [
     (0, [None, "x" * 65, ""]), (1, [5]), (2, [-1, 2**64 - 4096, 1e30, float("nan"), True]),
     (3, [2 * MIB]), (4, [-1, 2**64]), (5, [[], {"pages": {"a": 1}}, {"nbytes": float("nan")}]),
+    (5, [{"nbytes": 10**4000}, {"nbytes": -1}, {str(i): i for i in range(33)}]),
     (6, [1]), (7, [None]),
 ]  # fmt: skip
 

@@ -46,7 +46,9 @@ def test_points_have_main_memory_and_a_report_counts_once() -> None:
 
 
 def test_rates_are_differences_by_time() -> None:
-    assert rates(BEFORE, NOW) == Rates(1500.0, 2.5, 1.5 * MIB, 5 * MIB, 1.5, 0.0, 100.5)
+    assert rates(BEFORE, NOW) == Rates(
+        1500.0, 2.5, 1.5 * MIB, 5 * MIB, 1.5, 0.0, 100.5, 0.0, 0.0, 0.0, 0.0
+    )
 
 
 def test_the_first_sample_and_one_without_passed_time_have_no_rates() -> None:

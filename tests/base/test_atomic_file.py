@@ -23,7 +23,7 @@ import unimem as um
 from support.files.snapshot_files import cache, interpose, rows
 from support.processes.forks import fork
 from unimem._core.block import Block
-from unimem.base.atomic_file import NewFile
+from unimem.base.atomic_file import NewFile, write_text
 
 PAGE = 4096
 OLD = b"old"
@@ -109,6 +109,9 @@ def test_a_replaced_file_keeps_its_permissions(tmp_path: Path, page: Any) -> Non
     mask = os.umask(0o027)
     try:
         write(path, page)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        path.unlink()
+        write_text(path, "for others, too", 0o666)
         assert stat.S_IMODE(path.stat().st_mode) == 0o640
         path.chmod(0o604)
         write(path, page)

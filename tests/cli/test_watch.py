@@ -45,7 +45,9 @@ GROWN = SIZES | {
 }
 NOW = sample(
     12.0, report(GROWN), faults=(3000, 5), read=3 * MIB, cpu=3.0,
-    published=DECODER | {"n_generated_tokens": 701, "kv_tokens": 812, "kv_active_bytes": 139 * MIB},
+    published=DECODER | {"n_generated_tokens": 701, "kv_tokens": 812, "kv_active_bytes": 139 * MIB}
+    | {"piece_hits": 4900, "piece_misses": 200, "piece_read_bytes": 10 * MIB}
+    | {"piece_waited_ns": 2_740_000_000},
     paged_in_bytes=10 * MIB,
     pressure=(Pressure("machine", 0.25, 0.0), Pressure("cgroup /a", 12.5, 3.0)),
     limits=(MACHINE, CGROUP),
@@ -67,6 +69,7 @@ def test_a_sample_has_rates_and_growth_since_the_first() -> None:
     lines = lines_of(BEFORE, NOW)
     for name, says in (
         ("tokens/s", "100.5 made, 0.0 read"),
+        ("pieces/s", "2,000 in memory, 50.0 read; 2.5 MiB/s, 12% of the time waited"),
         ("faults/s", "1,500 minor, 2.5 major; CPU 150%, 3 threads, up 1:00:12"),
         ("page-ins", "1.5 MiB/s by the process, 5.0 MiB/s by the machine; 0 B swapped out"),
         ("pressure", "machine 0.25%, 0.00%; cgroup /a 12.50%, 3.00%"),
@@ -83,6 +86,7 @@ def test_a_sample_has_rates_and_growth_since_the_first() -> None:
 def test_the_first_sample_has_no_rates_and_no_growth() -> None:
     lines = lines_of(None, BEFORE)
     assert lines["tokens/s"].endswith("- made, - read")
+    assert lines["pieces/s"].endswith("- in memory, - read; -, - of the time waited")
     assert lines["faults/s"].endswith("- minor, - major; CPU -, 3 threads, up 1:00:10")
     assert lines["total"].endswith(" 0")
 
@@ -90,7 +94,7 @@ def test_the_first_sample_has_no_rates_and_no_growth() -> None:
 def test_unknown_figures_are_marked() -> None:
     bare = sample(10.0, report(source="kernel"), published={}, pressure=(), limits=(), read=None)
     lines = lines_of(None, bare)
-    assert "tokens/s" not in lines
+    assert not {"tokens/s", "pieces/s"} & {*lines}
     assert lines["free"].endswith(" -")
     assert "not available" in lines["pressure"]
     assert "- by the process, - by the machine" in lines["page-ins"]
@@ -117,6 +121,8 @@ def test_the_document_has_figures_in_units() -> None:
         "read_bytes_per_second": 1.5 * MIB, "paged_in_bytes_per_second": 5.0 * MIB,
         "cpu_seconds_per_second": 1.5, "prompt_tokens_per_second": 0.0,
         "generated_tokens_per_second": 100.5,
+        "piece_hits_per_second": 2000.0, "piece_misses_per_second": 50.0,
+        "piece_read_bytes_per_second": 2.5 * MIB, "piece_waited_ns_per_second": 0.12e9,
     }  # fmt: skip
     assert made["decoders"]["kv_tokens"] == 812
     expected = {"source": "cgroup /a", "some_percent": 12.5, "full_percent": 3.0}

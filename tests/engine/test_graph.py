@@ -89,7 +89,11 @@ SHAPES = {
 def check_scratch(decoder: Decoder) -> dict[str, int]:
     """The plan's parts cover the taken memory, and little more: small models are mostly headers."""
     n_rows, experts = decoder._history.n_rows, decoder._model.experts
-    parts = scratch_parts(decoder.dims, decoder.ctx, decoder.threads, n_rows, experts)
+    stream = decoder.weights.stream
+    most_slots = None if stream is None else sum(kind.n_pieces for kind in stream._table.kinds)
+    parts = scratch_parts(
+        decoder.dims, decoder.ctx, decoder.threads, n_rows, experts, most_slots=most_slots
+    )
     taken, planned = decoder.layout.scratch.used_bytes, sum(parts.values())
     assert taken <= planned <= decoder.layout.scratch.total_bytes
     assert planned <= 1.6 * taken + 64 * 1024
@@ -128,6 +132,18 @@ def test_the_plan_bounds_what_is_taken(name: str, arch: str, tmp_path: Path) -> 
             assert decoder.layout.history.used_bytes == on_tape
             if ctx == 600 and name in ("tiny", "ordinary"):
                 assert sum(parts.values()) <= 1.25 * decoder.layout.scratch.used_bytes
+
+
+@pytest.mark.parametrize("name", ["tiny", "wide inside", "narrow inside"])
+def test_the_plan_bounds_waves_of_experts(name: str, tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", "qwen3moe", SHAPES[name], "f32")
+    for ctx in (1, 2, 600):
+        with Decoder(path, ctx=ctx, threads=2, load="stream", weights_budget="1G") as decoder:
+            parts = check_scratch(decoder)
+            assert decoder._prefill.values.total_bytes <= parts["values"]
+            n_waves = decoder._prefill._headers.n_waves
+            nodes = [Graph.bytes_needed(decoder._model, n) for n in (0, n_waves)]
+            assert nodes[0] < nodes[1] < parts["headers"] - nodes[0]
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from support.models.decoders import greedy, interrupted, logits_of, tokens
 from support.models.make import Shape, small, write_model
 from support.processes.forks import in_child, needs_fork, refuses
 from unimem.engine import Decoder
+from unimem.planning import needs
 from unimem.planning.needs import PREFILL_BATCH
 from unimem.weights.stream.stream import Stream
 
@@ -28,6 +29,12 @@ DENSE = small(layers=6, hidden=256, inner=512, vocab=320)
 PROMPT = tokens(PREFILL_BATCH + 22, first=3)
 # Expert sizes that are no multiple of 512 bytes: a file has them at any place.
 KINDS = ("q4_0", "q8_0", "f32", "q4_1")
+
+
+@pytest.fixture(autouse=True)
+def same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute streamed models in the batches of mapped ones, whose bits are compared."""
+    monkeypatch.setattr(needs, "_STREAMED_BATCH", PREFILL_BATCH)
 
 
 def write(folder: Path, arch: str, kind: str = "q4_0") -> Path:
@@ -90,15 +97,57 @@ def test_logits_have_the_bits_of_a_mapped_model(arch: str, kind: str, tmp_path: 
         assert n_read > 0
 
 
-def test_a_batch_that_does_not_fit_is_split(mixture: Path) -> None:
+@pytest.mark.parametrize("most_waves", [1, 2])  # of three that are needed
+def test_a_batch_that_waves_do_not_suffice_for_is_split(
+    most_waves: int, mixture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(needs, "_MOST_WAVES", most_waves)
     with Decoder(mixture, ctx=64, threads=1, load="map") as mapped:
         for token in PROMPT[:9]:
             mapped.prefill([token])
         expected = mapped.logits.copy()
-    # The least budget has slots for the experts of one token.
+    # There are slots for the experts of one token.
     with streamed(mixture, 0, ctx=64) as decoder:
+        stream_of(decoder)._pieces.resize(0, 3)
         np.testing.assert_array_equal(decoder.prefill(PROMPT[:9]), expected)
         assert decoder.kv.seq_len == 9
+
+
+@pytest.mark.parametrize("n_slots", [3, 4, 7, 24])
+def test_each_expert_is_read_once_for_a_batch(
+    n_slots: int, mixture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, n_read = tokens(512, first=3), []
+    with streamed(mixture, 1, ctx=512) as decoder:
+        stream_of(decoder)._pieces.resize(0, n_slots)
+        decoder.prefill(prompt)
+        n_read.append(figures(decoder)["read_bytes"])
+    monkeypatch.setattr(needs, "_STREAMED_BATCH", 512)
+    with streamed(mixture, 1, ctx=512) as decoder:
+        pieces = stream_of(decoder)._pieces
+        pieces.resize(0, n_slots)
+        logits = decoder.prefill(prompt).copy()
+        stat, n_read = pieces.stat(), [*n_read, figures(decoder)["read_bytes"]]
+        # All of two layers, and those of one token in the last.
+        assert stat["misses"] + stat["prefetched"] == stat["n_reads"] // 3 == 8 + 8 + 3
+        assert stat["prefetched"] >= 4
+        decoder.reset()
+        np.testing.assert_array_equal(decoder.prefill(prompt), logits)
+        assert figures(decoder)["read_bytes"] <= 2 * n_read[1]
+    assert n_slots == 24 or n_read[0] > 3 * n_read[1]
+    # Waves have the bits of all at once, and of a mapped file in the same batch.
+    monkeypatch.setattr(needs, "PREFILL_BATCH", 512)
+    with Decoder(mixture, ctx=512, threads=1, load="map") as mapped:
+        np.testing.assert_array_equal(mapped.prefill(prompt), logits)
+
+
+def test_each_layer_is_read_once_for_a_batch(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(needs, "_STREAMED_BATCH", 512)
+    with streamed(dense, 0, ctx=512) as decoder:
+        decoder.prefill(tokens(512, first=3))
+        stat = stream_of(decoder)._pieces.stat()
+        # Of six; the first of the next batch are read ahead.
+        assert 6 <= stat["misses"] + stat["prefetched"] <= 8
 
 
 def test_each_piece_is_read_once_if_all_fit(model: Path) -> None:
@@ -229,8 +278,13 @@ def test_a_token_whose_weights_cannot_be_read_does_not_count(
         greedy(decoder, 3)
 
 
-def test_a_prompt_whose_weights_cannot_be_read_does_not_count(model: Path) -> None:
+@pytest.mark.parametrize("n_slots", [4, None])
+def test_a_prompt_whose_weights_cannot_be_read_does_not_count(
+    n_slots: int | None, model: Path
+) -> None:
     with streamed(model, 0.3) as decoder:
+        if n_slots is not None and "mixture" in str(model):  # else blocks are kept
+            stream_of(decoder)._pieces.resize(0, n_slots)
         expected = decoder.prefill(PROMPT).copy()
         decoder.reset()
         decoder.prefill(PROMPT[:3])

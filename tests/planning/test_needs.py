@@ -237,6 +237,18 @@ SCRATCH: dict[str, tuple[tuple[Any, ...], dict[str, int]]] = {
             "logits": 2000,
         },
     ),
+    "waves of streamed experts": (
+        (
+            *(um.ModelDims(64, 48, 4, 4, 16, 500, 2, 2048), 700, 1, [700]),
+            *(Experts(60, 4, 48), False, 120),
+        ),
+        {
+            "headers": 368 * 44 + (142 + 142 + 388) * 436 + 8192,
+            "inputs": 4096 + (4096 + 1026 * 700 + 192) + 2800 + 384,
+            **{"values": 2048 * (192 + 656 + 188) + 4096, "logits": 2000},
+            "work": 1024 * 64 + 4096 * 64 + 8 * (120 * 2049 + 4) + 64 * 121 + 128,
+        },
+    ),
     "one of wide experts": (
         (um.ModelDims(64, 512, 4, 4, 16, 500, 2, 2048), 200, 1, [200], Experts(6, 2, 512)),
         {

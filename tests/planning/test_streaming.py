@@ -18,6 +18,7 @@ from unimem.system import limits
 from unimem.system.disk_speed import DiskSpeed
 from unimem.system.disks import Disk
 from unimem.system.limits import Limit
+from unimem.weights import loading
 
 MIB = 1 << 20
 SPEED = DiskSpeed(100 * MIB, 1000 * MIB, "2026-11-28")
@@ -37,8 +38,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def calm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let nothing press on memory, which would have files copied."""
+    """Let nothing press on memory, which would have files copied, or leave the page cache."""
     monkeypatch.setattr(hosts, "memory_pressure", lambda: ())
+    monkeypatch.setattr(loading, "cached_bytes", lambda model: sum(f.nbytes for f in model.files))
 
 
 @pytest.fixture
@@ -204,8 +206,8 @@ def test_auto_streams_what_would_not_stay(mixture: str, room: Callable[[int], No
 def test_a_context_has_room_beside_the_least_slots(
     mixture: str, room: Callable[[int], None]
 ) -> None:
-    room(um.plan(mixture, ctx=512, load="map").required_bytes + least_bytes(mixture))
-    plan = um.plan(mixture, load="stream", threads=2)
+    room(streamed(mixture, least_bytes(mixture), ctx=512).required_bytes)
+    plan = um.plan(mixture, load="stream", threads=2, pages="4k")
     assert plan.max_ctx is not None
     assert 256 < plan.max_ctx < 1024
     assert plan.ctx == plan.max_ctx

@@ -19,8 +19,8 @@ MISSING: dict[str, str] = {}
 
 
 # Tests elsewhere run the examples of unimem.cuda, which need a GPU, and those of transformers,
-# which takes seconds to import; vLLM is not installed.
-ELSEWHERE = {"unimem.cuda", "unimem.transformers", "unimem.vllm"}
+# which takes seconds to import; vLLM, LMCache and SGLang are not installed.
+ELSEWHERE = {"unimem.cuda", "unimem.transformers", "unimem.vllm", "unimem.lmcache", "unimem.sglang"}
 
 
 def modules(package: ModuleType = unimem) -> Iterator[ModuleType]:

@@ -242,21 +242,22 @@ def module_name(path: Path) -> str:
     return path.relative_to(ROOT / "src").with_suffix("").as_posix().replace("/", ".")
 
 
-# Importing the room for transformers takes seconds.
-ROOMS_WITHOUT_INTERFACE = {"_core", "cli", "cuda", "engine", "transformers"}
+# Importing the room for transformers takes seconds; vLLM is not installed.
+ROOMS_WITHOUT_INTERFACE = {"_core", "cli", "cuda", "engine", "transformers", "vllm"}
+NOT_INSTALLED = {"unimem.lmcache", "unimem.sglang"}
 # Programs, which are never imported.
 PROGRAMS = {"unimem.__main__", "unimem.staging.keeper_process", "unimem.staging.mount_process"}
 BINDINGS = {"unimem.backends.ggml"}  # ggml's own names
-WITH_VLLM = {"unimem.vllm"}  # imports vLLM, which is not installed
 MODULES = sorted(
     {
         module_name(path)
         for path in (ROOT / "src/unimem").rglob("*.py")
-        if path.name != "__init__.py" and not ROOMS_WITHOUT_INTERFACE & set(path.parts)
+        if path.name != "__init__.py"
+        and not ROOMS_WITHOUT_INTERFACE & set(path.relative_to(ROOT).parts)
     }
     - PROGRAMS
     - BINDINGS
-    - WITH_VLLM
+    - NOT_INSTALLED
 )
 STUBS = sorted(module_name(path) for path in (ROOT / "src/unimem").rglob("*.pyx"))
 

@@ -6,7 +6,9 @@ import ctypes
 import errno
 import fcntl
 import os
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,8 @@ from conftest import Run
 from support.kernel.cgroups import SmallCgroup, cgroup_512mb  # noqa: F401 - a fixture
 from support.kernel.huge_pages import eight_huge_pages, no_huge_pages  # noqa: F401 - fixtures
 from support.processes.staged_models import read_elsewhere
+from unimem.base.descriptors import Descriptors
+from unimem.kv.store import tiers
 from unimem.staging import backings
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_nothing")
@@ -73,3 +77,30 @@ def test_a_kept_folder_is_not_stale(model: Path, run_python: Run) -> None:
         assert swept.returncode == 0, swept.stderr
         backings.sweep()
         assert read_elsewhere(staged.path) == model.read_bytes()
+
+
+@pytest.mark.parametrize("owner", [65534, None])
+@pytest.mark.parametrize("module", [backings, tiers])
+def test_deep_and_foreign_folders_in_shared_memory_are_left(module: Any, owner: int | None) -> None:
+    """Any user may take a name, and remove what is below it in a way of its own."""
+    if owner is not None and os.geteuid():
+        pytest.skip("only root can give a folder away")
+    prefix = module._PREFIX + (f"{os.geteuid()}-" if module is tiers else "")
+    path = f"/dev/shm/{prefix}{os.urandom(8).hex()}"
+    depth = 1500 if owner is None else 1
+    subprocess.run(["mkdir", "-p", path], check=True)
+    try:
+        if owner is not None:
+            os.chown(path, owner, owner)
+        with Descriptors() as fds:
+            fd = fds.add(os.open, path, os.O_RDONLY | os.O_DIRECTORY)
+            for _ in range(depth):
+                os.mkdir("d", dir_fd=fd)
+                fd, before = os.open("d", os.O_RDONLY, dir_fd=fd), fd
+                if before != fds[0]:
+                    os.close(before)
+            os.close(fd)
+        backings.sweep() if module is backings else tiers._sweep("/dev/shm")
+        assert os.path.isdir(path)
+    finally:
+        subprocess.run(["rm", "-rf", path], check=True)

@@ -12,6 +12,9 @@ pytest.importorskip("transformers.cache_utils", reason="the extra transformers")
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from support.models import architectures
+from support.models.architectures import CACHE
+from unimem.transformers import attention
 from unimem.transformers.attention import packed_attention
 
 pytestmark = pytest.mark.slow
@@ -60,12 +63,73 @@ def test_it_is_that_of_torch(case: str, dtype: Any) -> None:
     assert torch.allclose(got.float(), expected.float(), atol=atol)
 
 
-def test_options_that_torch_lacks_are_refused_for_one_token_too() -> None:
+def test_a_bias_is_added_for_one_token_too() -> None:
     query, key = torch.ones(1, 4, 1, 16), torch.ones(1, 2, 5, 16)
-    with pytest.raises(ValueError, match="softcap"):
-        packed_attention(Module(2), query, key, key, None, softcap=30.0)
     bias = torch.linspace(-3, 3, 5).reshape(1, 1, 1, 5).expand(1, 4, 1, 5)
     values = torch.arange(80.0).reshape(1, 1, 5, 16).expand(1, 2, 5, 16)
     got, _ = packed_attention(Module(2), query, key, values, None, position_bias=bias)
     expected, _ = sdpa_attention_forward(Module(2), query, key, values, None, position_bias=bias)
     assert torch.equal(got, expected)
+    with pytest.raises(NotImplementedError, match="no position_bias beside"):
+        packed_attention(Module(2), query, key, values, None, position_bias=bias, softcap=3.0)
+
+
+SINKS = "flint gpt_oss granite_swa granitemoe_swa hy_v4 mimo_v2_flash".split()
+
+
+@pytest.mark.parametrize("name", [*SINKS, "gemma2", "vaultgemma", "deepseek_v32"])
+@pytest.mark.parametrize("scores", [1 << 20, 1000])
+def test_sinks_and_caps_are_those_of_the_model(
+    name: str, scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits are those of "eager": with padding, without, and after the first tokens."""
+    monkeypatch.setattr(attention, "_PIECE_SCORES", scores)
+    model = architectures.model(name)
+    ids = architectures.ids(2)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+
+    def logits(implementation: str) -> torch.Tensor:
+        model.set_attn_implementation(implementation)
+        first = model(ids[:, :15], use_cache=True)
+        after = [
+            model(part, use_cache=True, **{CACHE: first[CACHE]}).logits
+            for part in (ids[:, 15:19], ids[:, 19:])
+        ]
+        padded = model(ids, attention_mask=mask).logits[mask.bool()]
+        return torch.cat([one.flatten() for one in (first.logits, *after, padded)])
+
+    with torch.no_grad():
+        expected, got = logits("eager"), logits("unimem")
+    assert expected.std() > 0.5
+    assert torch.allclose(got, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["s_aux", "softcap"])
+def test_many_tokens_without_a_mask_are_causal(name: str) -> None:
+    query, key, value = torch.randn(3, 1, 4, 6, 16).unbind()
+    given = {"s_aux": torch.full((4,), -1e9)} if name == "s_aux" else {"softcap": 1e6}
+    got, _ = packed_attention(Module(1), query, key, value, None, **given)
+    expected, _ = sdpa_attention_forward(Module(1), query, key, value, None)
+    assert torch.allclose(got, expected, atol=1e-4)
+
+
+def test_what_could_change_the_result_is_refused() -> None:
+    query = torch.ones(1, 4, 1, 16)
+    with pytest.raises(NotImplementedError, match=r"got block_indices, later from Module: .*eager"):
+        packed_attention(
+            Module(1),
+            query,
+            query,
+            query,
+            None,
+            later=1,
+            block_indices=query,
+            never=None,
+            sliding_window=3,
+        )
+    model = architectures.model("deepseek_v4")
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match="DeepseekV4ForCausalLM, which allows no 'sdpa'"):
+        model.set_attn_implementation("unimem")
+    assert model.config._attn_implementation == before

@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from support.models import tiny_transformers as tiny
+from support.models.architectures import CACHE
 from unimem.transformers import KVCache
 
 pytestmark = pytest.mark.slow
@@ -43,7 +44,7 @@ def generated(model: Any, cache: Any, how: str, batch: int, n: int = 24) -> Any:
     return model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
+        **{CACHE: cache},
         max_new_tokens=n,
         pad_token_id=0,
         **options,
@@ -69,7 +70,7 @@ def test_prompts_of_different_lengths_and_a_second_turn() -> None:
     more = tiny.prompts(4, 15, seed=3)
 
     def talk(cache: Any) -> list[list[int]]:
-        options = {"past_key_values": cache, "do_sample": False, "max_new_tokens": 9}
+        options = {CACHE: cache, "do_sample": False, "max_new_tokens": 9}
         first = model.generate(ids, attention_mask=mask, **options)
         longer = torch.cat([first, more], 1)
         both = torch.cat([mask, torch.ones(4, longer.shape[1] - 20, dtype=torch.long)], 1)

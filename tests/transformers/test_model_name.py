@@ -19,6 +19,7 @@ from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 
 import unimem as um
 from support.models import tiny_transformers as tiny
+from support.models.architectures import CACHE
 from unimem.errors import SnapshotError
 from unimem.transformers import KVCache, model_name
 from unimem.weights.content_hash import hash_in_threads
@@ -94,7 +95,7 @@ def test_one_changed_bit_is_another_model(part: Part, dtype: str, tmp_path: Path
 
     with um.KVStore(tmp_path / "s", ram_bytes=0, disk_bytes=1 << 24, chunk_tokens=16) as store:
         with KVCache.for_model(model) as cache:
-            model(ids, past_key_values=cache)
+            model(ids, **{CACHE: cache})
             cache.save(path, tokens=ids)
             assert cache.put_into(store, ids) == 16 == restored(store)
         flip(part(model))

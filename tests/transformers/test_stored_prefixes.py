@@ -16,6 +16,7 @@ import torch
 
 import unimem as um
 from support.models import tiny_transformers as tiny
+from support.models.architectures import CACHE
 from unimem.transformers import KVCache
 
 pytestmark = pytest.mark.slow
@@ -33,7 +34,7 @@ def talk(model: Any, cache: Any, ids: Any, n: int = 6) -> Any:
     return model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
+        **{CACHE: cache},
         max_new_tokens=n,
         do_sample=False,
         pad_token_id=0,

@@ -119,8 +119,19 @@ def with_the_same_tensors(parts: list[Path]) -> tuple[Path, str]:
     return parts[1], "is in .* already"
 
 
+def with_arrays(parts: list[Path]) -> tuple[Path, str]:
+    for i, part in enumerate(parts):
+        numbers = {"split.no": i, "split.count": len(parts), "split.tensors.count": 0}
+        entries = [gf.kv(k, gf.UINT16, gf.values(gf.UINT16, [n])) for k, n in numbers.items()]
+        array = gf.array(gf.UINT16, 2, gf.values(gf.UINT16, [i, 1]))
+        entries.append(gf.kv("general.name", gf.ARRAY, array))
+        part.write_bytes(gf.join(gf.head(0, 4), *entries)[0])
+    return parts[1], "its general.name is not that of the first part"
+
+
 @pytest.mark.parametrize(
-    "change", [of_another_model, with_other_numbers, with_fewer_tensors, with_the_same_tensors]
+    "change",
+    [of_another_model, with_other_numbers, with_fewer_tensors, with_the_same_tensors, with_arrays],
 )
 def test_parts_that_do_not_belong_together(model: Path, change: Any) -> None:
     parts = gf.split(model, 7)

@@ -30,5 +30,5 @@ autodoc_typehints = "none"  # the sections of the docstrings say them
 # The hook for signatures works with these only.
 autodoc_use_legacy_class_based = True
 # What is large, or needs a device.
-autodoc_mock_imports = ["cupy", "ray", "torch", "transformers", "vllm"]
+autodoc_mock_imports = ["cupy", "ray", "torch", "transformers", "vllm", "lmcache", "sglang"]
 numpydoc_show_class_members = False

@@ -188,6 +188,7 @@ static um__slot *fetch(um_pieces *pieces, uint32_t piece, um__victims *victims) 
                        .is_demanded = victims->are_demanded,
                        .is_prefetched = !victims->are_demanded};
     known->slot = number;
+    pieces->pools[known->pool].n_fetched++;
     queue_add(pieces, queue_of(pieces, slot), number);
     return slot;
 }
@@ -730,6 +731,13 @@ void um_pieces_stat_read(um_pieces *pieces, um_pieces_stat *out) {
         *out = pieces->stat;
         um__lock_drop(&pieces->lock);
     }
+}
+
+uint64_t um_pieces_fetched(um_pieces *pieces, uint32_t pool) {
+    um__lock_take(&pieces->lock);
+    uint64_t n = pieces->pools[pool].n_fetched;
+    um__lock_drop(&pieces->lock);
+    return n;
 }
 
 int um_pieces_has_ring(const um_pieces *pieces) {

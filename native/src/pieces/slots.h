@@ -58,6 +58,7 @@ typedef struct um__pool {
     um_pieces_pool layout; /* with the present n_slots */
     uint32_t first;        /* the number of its first slot among those of all pools */
     uint32_t n_asked;      /* while a call counts its pieces */
+    uint64_t n_fetched;    /* the pieces whose reading was begun */
 } um__pool;
 
 /* The slots of all pools, and what a policy knows of their pieces. */

@@ -150,6 +150,10 @@ cdef cnp.ndarray _open_capsule(object capsule, str what):
 
 cdef object _ask(object x, str what):
     """Return the capsule of an object."""
+    if _is_lazy(x):
+        raise TypeError(f"{what}: expected an array whose memory has its values, got a "
+                        f"{type(x).__name__} that is negated or conjugated lazily: give "
+                        ".resolve_conj().resolve_neg()")
     try:
         device = int(x.__dlpack_device__()[0])
         if device in _HOST:
@@ -182,6 +186,12 @@ cdef object _unreadable(object x, str what, error):
                      f"{type(x).__name__} that says: {said:.200}")
 
 
+cdef bint _is_lazy(object x) except -1:
+    """Return whether torch has negated or conjugated a tensor by a bit, which DLPack lacks."""
+    is_neg = getattr(x, "is_neg", None)
+    return is_neg is not None and (is_neg() or x.is_conj())
+
+
 cdef cnp.ndarray array_of(object x, str what):
     return <cnp.ndarray>x if cnp.PyArray_Check(x) else foreign_array(x, what)
 
@@ -191,6 +201,8 @@ cdef cnp.ndarray foreign_array(object x, str what):
     cdef _FromObject from_object = _function_of(type(x))
     if from_object == NULL:
         return target_of(x, what)
+    if _is_lazy(x):
+        x = x.resolve_conj().resolve_neg()
     # No try: it would cost every call as much as finding the dtype.
     if from_object(<void *>x, &tensor) < 0:
         _refuse_unreadable(x, what)

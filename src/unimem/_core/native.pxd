@@ -489,6 +489,7 @@ cdef extern from "unimem_pieces.h" nogil:
     um_status um_pieces_resize(um_pieces *pieces, uint32_t pool, uint32_t n_slots, um_error *err)
     int32_t um_pieces_slot(um_pieces *pieces, int32_t id)
     void um_pieces_stat_read(um_pieces *pieces, um_pieces_stat *out)
+    uint64_t um_pieces_fetched(um_pieces *pieces, uint32_t pool)
     bint um_pieces_has_ring(const um_pieces *pieces)
     bint um_pieces_is_direct(um_pieces *pieces, uint32_t file)
 

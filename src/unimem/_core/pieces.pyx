@@ -12,7 +12,7 @@ cimport cython
 cimport numpy as cnp
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.mem cimport PyMem_Calloc, PyMem_Free
-from libc.stdint cimport int32_t, uint32_t, uintptr_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uintptr_t
 from posix.unistd cimport getpid
 
 from unimem._core cimport native as um
@@ -245,27 +245,30 @@ cdef class Pieces:
         return Holder(self)
 
     @cython.critical_section
-    def prefetch(self, ids: Sequence[int] | npt.NDArray[np.int32]) -> None:
+    def prefetch(self, ids: npt.ArrayLike, first: int = 0, n: int | None = None,
+                 name: str | None = None) -> None:
         """Begin to read the pieces that are missing, in this order, without waiting.
 
         A piece for which there is no slot is left out. An error of a read is not raised here:
-        `Holder.ensure` tries again.
+        `Holder.ensure` tries again. Parameters are those of `Holder.ensure`.
 
         Raises
         ------
-        ValueError
-            There is no such piece.
+        TypeError, ValueError
+            They are not integers, or there is no such piece.
         OSError
             The kernel refuses to begin reads.
         """
-        cdef const int32_t[::1] given = _ids_of(ids)
+        cdef cnp.ndarray numbers = _numbers(self, ids, first, n, name)
+        cdef const int32_t *at = <const int32_t *>cnp.PyArray_DATA(numbers)
+        cdef size_t n_ids = cnp.PyArray_SIZE(numbers)
         cdef um.um_error err
         cdef um.um_status status
         self.check_open()
-        if given.shape[0] > 0:
+        if n_ids > 0:
             self._n_users += 1
             with nogil:
-                status = um.um_pieces_prefetch(self.pieces, &given[0], given.shape[0], &err)
+                status = um.um_pieces_prefetch(self.pieces, at, n_ids, &err)
             self._n_users -= 1
             if status != um.UM_OK:
                 self.fail(status, &err)
@@ -382,6 +385,13 @@ cdef class Pieces:
         """Return how many slots a pool may have."""
         return (<_Spec>self._spec).pool(pool).max_slots
 
+    @cython.critical_section
+    def n_fetched(self, pool: int) -> int:
+        """Return how many pieces of a pool had their reading begun."""
+        self.check_open()
+        (<_Spec>self._spec).pool(pool)
+        return um.um_pieces_fetched(self.pieces, pool)
+
     @property
     def n_pieces(self) -> int:
         """The number of pieces."""
@@ -401,6 +411,15 @@ cdef class Pieces:
         if not 0 <= file < <Py_ssize_t>(<_Spec>self._spec).spec.n_files:
             raise ValueError(f"file: expected the number of a file, got {file}")
         return um.um_pieces_is_direct(self.pieces, file)
+
+    @property
+    @cython.critical_section
+    def n_reads(self) -> int:
+        """The number of reads that have ended, as in `stat`."""
+        cdef um.um_pieces_stat now
+        self.check_open()
+        um.um_pieces_stat_read(self.pieces, &now)
+        return now.n_reads
 
     @cython.critical_section
     def stat(self) -> Stat:
@@ -480,8 +499,29 @@ cdef Py_ssize_t _part_of(const um.um_pieces_pool *pool, part) except -1:
     return number
 
 
-cdef object _ids_of(ids):
-    return np.ascontiguousarray(ids, np.int32).reshape(-1)
+cdef cnp.ndarray _numbers(Pieces pieces, ids, first, n, name):
+    """Return the numbers of pieces as a new array of int32; for the others, see Holder.ensure."""
+    cdef int32_t begin = first
+    cdef Py_ssize_t most = (<_Spec>pieces._spec).spec.n_pieces - begin if n is None else n
+    cdef cnp.ndarray given = cnp.PyArray_FROM_O(ids)
+    cdef Py_ssize_t n_ids = cnp.PyArray_SIZE(given), i
+    if n_ids > 0 and not cnp.PyArray_ISINTEGER(given):
+        raise TypeError(f"ids: expected integers, numbers of pieces of '{name or pieces.name}', "
+                        f"got {given.dtype}: {ids!r:.60}")
+    cdef cnp.ndarray wide = cnp.PyArray_FROM_OTF(
+        given, cnp.NPY_INT64, cnp.NPY_ARRAY_CARRAY_RO | cnp.NPY_ARRAY_FORCECAST)
+    cdef cnp.ndarray found = cnp.PyArray_EMPTY(
+        cnp.PyArray_NDIM(given), cnp.PyArray_DIMS(given), cnp.NPY_INT32, 0)
+    cdef const int64_t *asked = <const int64_t *>cnp.PyArray_DATA(wide)
+    cdef int32_t *numbers = <int32_t *>cnp.PyArray_DATA(found)
+    for i in range(n_ids):
+        if not 0 <= asked[i] < most:
+            low = int(given.min())
+            raise ValueError(
+                f"ids: expected numbers of the {most} pieces of '{name or pieces.name}', from 0 to "
+                f"{most - 1}, got {low if low < 0 else int(given.max())}")
+        numbers[i] = begin + <int32_t>asked[i]
+    return found
 
 
 cdef class Holder:
@@ -498,13 +538,18 @@ cdef class Holder:
             self.pieces = pieces
             pieces._n_users += 1
 
-    def ensure(self, ids: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    def ensure(self, ids: npt.ArrayLike, first: int = 0, n: int | None = None,
+               name: str | None = None) -> npt.NDArray[np.int32]:
         """Make pieces present, and keep them until the next call, `release` or `close`.
 
         Parameters
         ----------
-        ids : sequence of int
+        ids : array-like of int
             Numbers of pieces; they may repeat.
+        first, n : int, optional
+            `ids` count from piece `first` on, and are below `n`; by default all pieces.
+        name : str, optional
+            The name of these pieces in messages.
 
         Returns
         -------
@@ -513,8 +558,8 @@ cdef class Holder:
 
         Raises
         ------
-        ValueError
-            There is no such piece.
+        TypeError, ValueError
+            They are not integers, or there is no such piece.
         CapacityError
             There are more different pieces of a pool than it has slots; nothing changed.
         BufferError
@@ -523,13 +568,12 @@ cdef class Holder:
             A file cannot be read, or became shorter. The holder keeps nothing, and the next call
             tries again.
         """
-        cdef const int32_t[::1] given = _ids_of(ids)
-        slots = np.empty(np.shape(ids), np.int32)
-        cdef int32_t[::1] out = slots.reshape(-1)
-        if given.shape[0] == 0:
+        cdef cnp.ndarray slots = _numbers(self.pieces, ids, first, n, name)
+        cdef int32_t *at = <int32_t *>cnp.PyArray_DATA(slots)
+        if cnp.PyArray_SIZE(slots) == 0:
             self.release()
         else:
-            self.ensure_ids(&given[0], given.shape[0], &out[0])
+            self.ensure_ids(at, cnp.PyArray_SIZE(slots), at)
         return slots
 
     cdef int ensure_ids(self, const int32_t *ids, size_t n, int32_t *slots) except -1:

@@ -7,6 +7,7 @@ those of the ledger that engines publish; ``native/exec/exec.h`` has the rest.
 from __future__ import annotations
 
 import os
+import re
 import struct
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -110,6 +111,7 @@ def _text(data: bytes) -> str:
 
 def _options(text: str) -> dict[str, Any]:
     """Read the request from the words of the variable."""
+    least = re.search(r"(?:^| )min=([0-9]{1,19})(?: |$)", text)
     words = dict(word.partition("=")[::2] for word in text.split(" ") if "=" in word)
     return {
         "pages": words.get("pages", "auto"),
@@ -117,7 +119,7 @@ def _options(text: str) -> dict[str, Any]:
         "lock": words.get("lock") == "1",
         "strict": words.get("strict") == "1",
         "prefault": words.get("prefault", "0") != "0",
-        "min_bytes": int(words["min"]) if words.get("min", "").isdigit() else None,
+        "min_bytes": None if least is None else int(least[1]),
     }
 
 

@@ -175,13 +175,11 @@ class MetricsCollector:
         """
         with self._lock:
             numbers = list(dict.fromkeys(self._pids()))
-            samples = {pid: self._sample(pid) for pid in numbers}
-            self._watched = {pid: one for pid, one in self._watched.items() if samples.get(pid)}
+            rows = {pid: self._sample(pid) for pid in numbers}
+            self._watched = {pid: one for pid, one in self._watched.items() if rows[pid]}
         found: list[_Value] = []
-        for pid, sample in samples.items():
-            found.append(("unimem_process_up", (str(pid),), float(sample is not None)))
-            if sample is not None:
-                found += _of_sample(sample)
+        for pid, own in rows.items():
+            found += [("unimem_process_up", (str(pid),), float(own is not None)), *(own or ())]
         return [each for each in found if each[0] in self._families]
 
     def collect(self) -> Iterator[Any]:
@@ -200,7 +198,8 @@ class MetricsCollector:
             if metric.samples:
                 yield metric
 
-    def _sample(self, pid: int) -> Sample | None:
+    def _sample(self, pid: int) -> list[_Value] | None:
+        """Read a process; whatever it publishes costs its own rows, and no other's."""
         watched = self._watched.setdefault(pid, _Watched(Sampler(pid)))
         try:
             sample = watched.sampler.sample()
@@ -209,9 +208,9 @@ class MetricsCollector:
                 watched.sampler = Sampler(pid)
                 sample = watched.sampler.sample()
             watched.started = sample.counters.started
-        except (ProcessLookupError, PermissionError, ValueError):
+            return [(name, labels, float(value)) for name, labels, value in _of_sample(sample)]
+        except (OSError, ValueError, ArithmeticError):
             return None
-        return sample
 
 
 def serve(collector: MetricsCollector, port: int, address: str = "127.0.0.1") -> tuple[Any, Any]:

@@ -76,6 +76,10 @@ _MOST_FOUND = 16  # memfds of the name are read: a process has one of its own
 _TRIES = 50
 _PATIENCE_SECONDS = 0.001
 _MOST_ADDRESS = 1 << 64
+# Bounds of a ledger, so that one process costs readers little: its rows, options and texts.
+_MOST_CATEGORIES = 64
+_MOST_OPTIONS = 32
+_MOST_LETTERS = 4096
 
 
 class Published(NamedTuple):
@@ -410,6 +414,10 @@ def _parse(text: bytes, n_columns: int, values: Sequence[int]) -> Published:
     caches = dict(zip(addresses, columns.get("kv_active_bytes", ()), strict=False))
     entries = [_entry(fields, caches) for fields in _list(document.get("entries"))]
     entries.sort(key=lambda entry: entry.address)
+    categories = {entry.category for entry in entries}
+    categories |= {part.category for entry in entries for part in entry.parts}
+    if len(categories) > _MOST_CATEGORIES:
+        raise _BrokenError(f"expected at most {_MOST_CATEGORIES} categories, got {len(categories)}")
     for before, entry in itertools.pairwise(entries):
         if before.address + before.reserved_bytes > entry.address:
             raise _BrokenError(f"entries overlap at address {entry.address}")
@@ -422,7 +430,7 @@ def _entry(fields: Any, caches: dict[int, int]) -> Entry:
     _integer(address, _MOST_ADDRESS)
     _integer(reserved, _MOST_ADDRESS - address)
     if requested is not None:
-        if not isinstance(requested, dict):
+        if not isinstance(requested, dict) or len(requested) > _MOST_OPTIONS:
             raise _BrokenError(f"expected what was requested, got {type(requested).__name__}")
         requested = {_word(key): _option(value) for key, value in requested.items()}
     return Entry(
@@ -476,14 +484,16 @@ def _checked_text(value: Any) -> str:
     """Replace the control characters in a user's name."""
     if not isinstance(value, str):
         raise _BrokenError(f"expected a text, got {_shorten(value)}")
-    return "".join(letter if letter.isprintable() else "?" for letter in value)
+    return "".join(letter if letter.isprintable() else "?" for letter in value[:_MOST_LETTERS])
 
 
 def _option(value: Any) -> Any:
     if isinstance(value, str):
         return _checked_text(value)
-    if value is None or type(value) in (bool, int):
+    if value is None or type(value) is bool:
         return value
+    if type(value) is int:
+        return _integer(value, _MOST_ADDRESS)
     raise _BrokenError(f"expected an option, got {_shorten(value)}")
 
 

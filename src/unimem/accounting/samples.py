@@ -20,6 +20,10 @@ __all__ = ["GrowthPoint", "MemoryGrowth", "Rates", "Sample", "Sampler", "rates"]
 # often than asked.
 _SHARE = 0.04
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+# Of what engines publish, in the order of `Rates`.
+_COUNTED = (
+    "n_prompt_tokens n_generated_tokens piece_hits piece_misses piece_read_bytes piece_waited_ns"
+).split()
 _MOST_POINTS = 240  # of a growth: an even number
 
 
@@ -50,6 +54,10 @@ class Rates(NamedTuple):
     cpu_seconds: float | None = None
     prompt_tokens: float | None = None
     generated_tokens: float | None = None
+    piece_hits: float | None = None  # of streamed weights, as the next three
+    piece_misses: float | None = None
+    piece_read_bytes: float | None = None
+    piece_waited_ns: float | None = None  # the sum over threads
 
 
 def rates(before: Sample | None, now: Sample) -> Rates:
@@ -77,8 +85,7 @@ def _counts(sample: Sample) -> tuple[float | None, ...]:
         done.read_bytes,
         sample.paged_in_bytes,
         done.cpu_seconds,
-        shown.get("n_prompt_tokens"),
-        shown.get("n_generated_tokens"),
+        *(shown.get(name) for name in _COUNTED),
     )
 
 

@@ -63,7 +63,7 @@ def _path(name: str, build: dict[str, Any]) -> str | None:
 
 def _try(name: str) -> bool | None:
     """Make a trial; return None if it says nothing about the kernels."""
-    command = [sys.executable, "-m", "unimem.backends.ggml_trial_process", name]
+    command = [sys.executable, "-P", "-m", "unimem.backends.ggml_trial_process", name]
     try:
         done = subprocess.run(command, capture_output=True, timeout=_TRIAL_SECONDS, check=False)
     except (OSError, subprocess.SubprocessError):

@@ -47,12 +47,13 @@ class NewFile(Closing):
     The file is locked (``flock``) while it is written. The kernel drops the lock of a process that
     dies, so the next writer of the same path can tell which files to remove.
 
-    The target of a symbolic link is replaced, and an existing file keeps its permissions. OSError
-    is raised if nothing can be written there, IsADirectoryError for a folder and for a path that
-    ends in a separator; nothing has changed then.
+    The target of a symbolic link is replaced, and an existing file keeps its permissions. A new one
+    gets `mode`, less the umask. While it is written it is never open to more users than that.
+    OSError is raised if nothing can be written there, IsADirectoryError for a folder and for a path
+    that ends in a separator; nothing has changed then.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, mode: int = 0o600) -> None:
         # Such a path names a folder, even a missing one: realpath() would drop the end.
         if os.path.basename(path) in {"", ".", ".."}:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
@@ -67,11 +68,11 @@ class NewFile(Closing):
             try:
                 flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
                 self._folder = self._fds.add(os.open, folder, flags)
-                mode = self._read_old_mode()
+                old_mode = self._read_old_mode()
                 self._remove_stale()
-                self._fd = self._create()
-                if mode is not None:
-                    os.fchmod(self._fd, mode)
+                self._fd = self._create(mode if old_mode is None else 0o600)
+                if old_mode is not None:
+                    os.fchmod(self._fd, old_mode)
                 self._direct = self._set_direct()
             except BaseException:
                 self.close()
@@ -104,7 +105,7 @@ class NewFile(Closing):
                 with contextlib.suppress(OSError):
                     remove_unlocked(name, dir_fd=self._folder)
 
-    def _create(self) -> int:
+    def _create(self, mode: int) -> int:
         """Make the temporary file, locked."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         while True:
@@ -112,7 +113,7 @@ class NewFile(Closing):
             self._temporary = self._prefix + token + _SUFFIX
             with contextlib.suppress(FileExistsError):
                 opens = partial(os.open, dir_fd=self._folder)
-                fd = self._fds.add(opens, self._temporary, flags, 0o666)
+                fd = self._fds.add(opens, self._temporary, flags, mode)
                 # Another writer may have removed it as stale before it was locked.
                 if self._lock(fd) and os.fstat(fd).st_nlink:
                     return fd
@@ -226,8 +227,8 @@ def remove_unlocked(path: str | bytes, *, dir_fd: int | None = None) -> None:
         os.unlink(path, dir_fd=dir_fd)
 
 
-def write_text(path: str | os.PathLike[str], text: str) -> None:
+def write_text(path: str | os.PathLike[str], text: str, mode: int = 0o600) -> None:
     """Write a text in UTF-8, whole or not at all, as `NewFile` does."""
-    with NewFile(file_path(path)) as file:
+    with NewFile(file_path(path), mode) as file:
         file.write(np.frombuffer(text.encode(), np.uint8), 0)
         file.publish()

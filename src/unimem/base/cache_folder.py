@@ -42,7 +42,7 @@ def check_own_folder(
     own it or may write to it. `instead` is another remedy, for the message.
     """
     if create:
-        os.makedirs(folder, 0o700, exist_ok=True)
+        _make_folders(folder)
     info = os.stat(folder)
     if not stat.S_ISDIR(info.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder)
@@ -59,6 +59,14 @@ def default_bytes(folder: str) -> int:
     """Return the default budget of a folder: a tenth of its file system."""
     info = os.statvfs(folder)
     return info.f_blocks * info.f_frsize // _SHARE_OF_DISK
+
+
+def _make_folders(folder: str) -> None:
+    """Make a folder and its missing parents for this user alone: makedirs opens the parents."""
+    if not os.path.isdir(folder):
+        _make_folders(os.path.dirname(folder))
+        with suppress(FileExistsError):  # another process was faster; a file is refused later
+            os.mkdir(folder, 0o700)
 
 
 class CachedFile(NamedTuple):

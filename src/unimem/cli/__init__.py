@@ -120,7 +120,9 @@ def _app() -> typer.Typer:
     from unimem.cli.program import program
     from unimem.cli.report import report
     from unimem.cli.run import run
+    from unimem.cli.serve_slots import serve_slots
     from unimem.cli.stage import stage
+    from unimem.cli.store import store
 
     app = typer.Typer(
         no_args_is_help=True,
@@ -129,7 +131,7 @@ def _app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )
     app.callback()(program)
-    for own in (run, plan, report, metrics, inspect, doctor, stage, cache):
+    for own in (run, plan, report, metrics, inspect, doctor, stage, cache, store, serve_slots):
         app.command()(own)
     # Words behind the program's name belong to the program.
     app.command("exec", context_settings={"allow_interspersed_args": False})(exec_)

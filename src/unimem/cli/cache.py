@@ -46,7 +46,7 @@ def cache(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show, remove or check the repacked models that are kept on disk."""
+    """Show, remove or check the repacked models kept on disk (for prefixes: unimem store)."""
     if dry_run and action != "drop":
         raise typer.BadParameter("--dry-run is for drop")
     if what is None and action == "drop":

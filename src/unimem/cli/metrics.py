@@ -73,7 +73,7 @@ def metrics(
         (lambda: numbers) if numbers else _WithModels().pids, llama_names=llama_names
     )
     if textfile is not None:
-        write_text(textfile, write_metrics(collector))
+        write_text(textfile, write_metrics(collector), 0o644)  # the collector is another user
         return
     server, _ = serve(collector, _PORT if port is None else port, address or "127.0.0.1")
     try:

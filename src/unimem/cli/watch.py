@@ -143,6 +143,11 @@ def _figures(now: Sample, done: Rates) -> Iterator[tuple[str, str]]:
     if now.published:
         made, read = _number(done.generated_tokens), _number(done.prompt_tokens)
         yield "tokens/s", f"{made} made, {read} read"
+    if now.published.get("piece_hits", 0) + now.published.get("piece_misses", 0):
+        there, missing = _number(done.piece_hits), _number(done.piece_misses)
+        waited = "-" if done.piece_waited_ns is None else f"{done.piece_waited_ns / 1e9:.0%}"
+        speed = _speed(done.piece_read_bytes)
+        yield "pieces/s", f"{there} in memory, {missing} read; {speed}, {waited} of the time waited"
     cpu = "-" if done.cpu_seconds is None else f"{done.cpu_seconds:.0%}"
     threads = format_count(now.counters.n_threads, "thread")
     up = timedelta(seconds=int(now.up_seconds))

@@ -15,6 +15,7 @@ from unimem.accounting.published import Tally, publish, refresh
 from unimem.accounting.report import Report
 from unimem.backends import ggml
 from unimem.base.arguments import flag
+from unimem.base.turns import Turn
 from unimem.engine.forward import ForwardPass
 from unimem.engine.graph import Arrays, Graph, Headers, view
 from unimem.engine.history import History
@@ -24,7 +25,6 @@ from unimem.engine.sampling import Sampling
 from unimem.engine.stored_prefixes import Prefixes, model_name
 from unimem.engine.streamed import header_of
 from unimem.engine.thread_count import ThreadCount
-from unimem.engine.turns import Turn
 from unimem.errors import CacheFull, ClosedError, SnapshotError, TapeFull
 from unimem.kv import snapshot
 from unimem.kv.cache.cache import KVCache
@@ -33,7 +33,7 @@ from unimem.kv.store.store import KVStore
 from unimem.kv.types import GGML_TYPES, kv_pair
 from unimem.layout import Layout
 from unimem.models.dims import ModelDims
-from unimem.planning.needs import PREFILL_BATCH
+from unimem.planning.needs import prompt_batch
 from unimem.weights.loading import EngineLoad, Progress
 from unimem.weights.opened import Weights
 
@@ -53,8 +53,9 @@ class Decoder:
     All memory is taken at the start; a step takes nothing. The KV cache lies on the layout's
     history tape. With a window it is a ring placed like that tape, and for models whose layers
     partly slide, such as gemma3, a ``KVCache(layers=...)`` placed like it. Graphs, values, inputs
-    and logits lie on the scratch tape. ggml computes with threads of its own; a decoder is for one
-    thread at a time, and not for use after a fork. Closing waits for the token of another thread.
+    and logits lie on the scratch tape. ggml computes with threads of its own. A decoder has one
+    conversation: threads that call it take turns, and closing waits for the token in flight. It is
+    not for use after a fork.
 
     Parameters
     ----------
@@ -163,9 +164,10 @@ class Decoder:
         own_layout = None
         self._prefixes: Prefixes | None = None
         assert needed.ctx is not None  # known for every model that the engine runs
+        self._batch = prompt_batch(needed.ctx, is_streamed=self.weights.stream is not None)
         try:
             if store is not None:
-                self._prefixes = Prefixes(store, self.weights)
+                self._prefixes = Prefixes(store, self.weights, self._batch)
                 self._memory.model.check_store(store.chunk_tokens, needed.ctx, window)
             if layout is None:
                 layout = own_layout = Layout.for_model(
@@ -210,7 +212,6 @@ class Decoder:
         marks = scratch.mark(), history.mark()
         self._threadpool = 0
         self._made: list[Headers | Graph] = []
-        self._batch = min(PREFILL_BATCH, self.ctx)
         rotates = self._model.rotates(asked.rotate, *kv_pair(asked.kv_dtype))
         self._history = History(
             self._model, asked.kv_dtype, rotates, self.ctx, asked.window, self._batch, history
@@ -259,10 +260,10 @@ class Decoder:
         ids = view(take(4 * self.ctx), self.ctx, "int32")  # by position
         vectors = [self._tokens, self._positions, *self._rows, view(arrays.last, 1, "int32"), ids]
         self._parts = list_parts(vectors, self._logits)
-        nbytes = Graph.bytes_needed(model)
         graphs = []
         for n in (1, batch):
             masks = [take(2 * n * rows) for rows in n_rows]
+            nbytes = Graph.bytes_needed(model, headers.n_waves if n > 1 else 0)
             graph = Graph(model, headers, arrays, n, masks, take(nbytes), nbytes)
             graphs.append(graph)
             self._made.append(graph)
@@ -276,6 +277,7 @@ class Decoder:
             self._decode, self._prefill, history, arrays, self._logits, ids,
             threads=self._count, turn=self._turn, reader=self._memory.pieces,
         )  # fmt: skip
+        self._addresses = self._list_addresses()  # any thread may ask, and they never change
 
     # ---- memory -------------------------------------------------------------------------------
 
@@ -319,6 +321,9 @@ class Decoder:
             Addresses of logits, inputs, each layer's K and V, and each value of the decode graph.
         """
         self._check_open()
+        return dict(self._addresses)
+
+    def _list_addresses(self) -> dict[str, int]:
         named = {
             "logits": self._logits.ctypes.data,
             "tokens": self._tokens.ctypes.data,
@@ -380,6 +385,8 @@ class Decoder:
         if not self._turn.take(0):
             raise BufferError("another thread computes with the Decoder: let it end first")
         try:
+            if self._closed:  # by another thread, meanwhile
+                return
             self._held = []
             try:
                 if self._owns_layout:
@@ -395,16 +402,22 @@ class Decoder:
             self._turn.give()
 
     def _end(self, kind: type[BaseException] | None = None) -> None:
+        """End once: the first of the threads that close keeps the turn until all is given back."""
         self._turn.end()
-        self._closed = True
-        self._forward.close()
-        self._free()
-        self._held = []
-        self.kv.__exit__()
         try:
-            self._memory.end(kind)
+            if self._closed:
+                return
+            self._closed = True
+            self._forward.close()
+            self._free()
+            self._held = []
+            self.kv.__exit__()
+            try:
+                self._memory.end(kind)
+            finally:
+                self._tally.end()
         finally:
-            self._tally.end()
+            self._turn.give()
 
     def __enter__(self) -> Self:
         self._check_open()
@@ -488,17 +501,17 @@ class Decoder:
         -----
         Unless their hash is remembered (docs/identity.md), all weights are read for it.
         """
-        self._check_open()
-        n = self.kv.next_position
-        if self.kv.is_empty:
-            raise RuntimeError("there is nothing to save: prefill tokens first")
-        known = self._forward.n_known
-        if n > known:
-            raise RuntimeError(
-                f"the ids of the tokens at positions {known} to {n - 1} are not known, since "
-                "this decoder did not compute them: save them with kv.save(path, tokens=...)"
-            )
-        self.kv.save(path, tokens=self._forward.ids[:n], model=model_name(self.weights))
+        with self._turn:
+            n = self.kv.next_position
+            if self.kv.is_empty:
+                raise RuntimeError("there is nothing to save: prefill tokens first")
+            known = self._forward.n_known
+            if n > known:
+                raise RuntimeError(
+                    f"the ids of the tokens at positions {known} to {n - 1} are not known, since "
+                    "this decoder did not compute them: save them with kv.save(path, tokens=...)"
+                )
+            self.kv.save(path, tokens=self._forward.ids[:n], model=model_name(self.weights))
 
     def resume(self, path: str | os.PathLike[str]) -> NDArray[Any]:
         """Replace the conversation by a saved one.
@@ -534,8 +547,7 @@ class Decoder:
         meanwhile changes nothing. An interrupt, or a failure of the second reading, leaves an empty
         conversation.
         """
-        self._check_open()
-        with snapshot.opened(path) as file:
+        with self._turn, snapshot.opened(path) as file:
             ids = self._check_session(file.facts)
             if not self.kv.is_empty:
                 file.check()
@@ -551,7 +563,7 @@ class Decoder:
             except BaseException:
                 self.reset()
                 raise
-        return self.logits
+            return self.logits
 
     def _check_session(self, saved: Snapshot | LayersSnapshot) -> NDArray[np.int32]:
         """Return the token ids of a saved session; refuse it if it does not fit here."""
@@ -601,11 +613,11 @@ class Decoder:
 
     def reset(self) -> None:
         """Begin a new conversation. The memory stays."""
-        self._check_open()
-        self.kv.clear()
-        self._n_talks += 1
-        self._forward.forget()
-        self._tally.hold(0, 0)
+        with self._turn:
+            self.kv.clear()
+            self._n_talks += 1
+            self._forward.forget()
+            self._tally.hold(0, 0)
         refresh()
 
     def prefill(self, tokens: Iterable[int]) -> NDArray[Any]:
@@ -634,13 +646,15 @@ class Decoder:
         Notes
         -----
         After an interrupt none of the tokens counts. A ring cannot go back: with a window, or if
-        layers slide, whole batches of `PREFILL_BATCH` tokens count, up to ``kv.next_position``.
+        layers slide, whole batches (128 tokens, or 512 if weights are streamed) count, up to
+        ``kv.next_position``.
         """
         self._check_open()
         checked = _checked_tokens(tokens, self.dims.vocab_size)
-        self._forward.require_room(len(checked))
-        self._take_in(checked)
-        return self.logits
+        with self._turn:
+            self._forward.require_room(len(checked))
+            self._take_in(checked)
+            return self.logits
 
     def generate_next_token(
         self,
@@ -740,43 +754,46 @@ class Decoder:
     def _generate(
         self, tokens: NDArray[Any], n: int, options: Sampling, stop: frozenset[int]
     ) -> Iterator[str]:
-        self.reset()
-        n_talks = self._n_talks
-        self._take_in(tokens)
-        stream = self.tokenizer.stream()
+        with self._turn:
+            self.reset()
+            n_talks = self._n_talks
+            self._take_in(tokens)
+        stream, token = self.tokenizer.stream(), -1
         for i in range(n):
-            token = self._forward.choose(options)
-            if token in stop:
-                break
-            self._tally.count(0, 1)
+            with self._turn:
+                if n_talks != self._n_talks:
+                    raise RuntimeError("a new conversation has begun; this one cannot go on")
+                if i:
+                    self._forward.step(token)
+                token = self._forward.choose(options)
+                if token in stop:
+                    break
+                self._tally.count(0, 1)
             if text := stream.push(token):
                 yield text
-            self._check_open()
-            if n_talks != self._n_talks:
-                raise RuntimeError("a new conversation has begun; this one cannot go on")
-            if i < n - 1:
-                self._forward.step(token)
         if text := stream.flush():
             yield text
 
     def _take_in(self, tokens: NDArray[Any]) -> None:
-        """Make checked tokens part of the conversation, from the store or by computing them."""
-        with self._turn:
-            self._memory.check_files()
-            begin = self.kv.seq_len
-            n = 0
-            try:
-                if self._prefixes is not None and (n := self._prefixes.begin(self.kv, tokens)):
-                    self._forward.note_ids(0, tokens[:n])
-                self._compute(tokens[n:], in_batches=n > 0)
-                if self._prefixes is not None:
-                    self._prefixes.put(self.kv, self._forward.ids[: self.kv.next_position])
-            except BaseException:
-                # Computed tokens stay in a ring, as without a store.
-                if not self._closed and not self._history.is_cut and self.kv.seq_len > begin:
-                    self.kv.crop(begin)
-                raise
-            self._tally.count(len(tokens) - n, 0)
+        """Make checked tokens part of the conversation, from the store or by computing them.
+
+        The caller has the decoder's turn.
+        """
+        self._memory.check_files()
+        begin = self.kv.seq_len
+        n = 0
+        try:
+            if self._prefixes is not None and (n := self._prefixes.begin(self.kv, tokens)):
+                self._forward.note_ids(0, tokens[:n])
+            self._compute(tokens[n:], in_batches=n > 0)
+            if self._prefixes is not None:
+                self._prefixes.put(self.kv, self._forward.ids[: self.kv.next_position])
+        except BaseException:
+            # Computed tokens stay in a ring, as without a store.
+            if not self._closed and not self._history.is_cut and self.kv.seq_len > begin:
+                self.kv.crop(begin)
+            raise
+        self._tally.count(len(tokens) - n, 0)
 
     def _compute(self, tokens: NDArray[Any], in_batches: bool) -> None:
         """Compute checked tokens, in the decoder's turn: all count, or in a ring whole batches.

@@ -21,7 +21,7 @@ from unimem._core cimport native as um
 from unimem.engine.pieces_op cimport PieceReader, Reading
 from unimem.engine.clock cimport now_ns
 from unimem.engine.thread_count cimport ThreadCount
-from unimem.engine.turns cimport Turn
+from unimem.base.turns cimport Turn
 from unimem.kv.cache.cache cimport KVCache
 from unimem.kv.cache.one_kind cimport OneKindCache
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -21,7 +21,7 @@ from unimem.engine.model import Model
 from unimem.engine.rotation_op import node_address, rotation_block
 from unimem.planning.needs import nodes_bound
 
-__all__ = ["Arrays", "Bringer", "Graph", "Headers", "KVLane", "Mask", "view"]
+__all__ = ["Arrays", "Bringer", "Graph", "Headers", "KVLane", "Mask", "Wave", "Waves", "view"]
 
 _WORD = 8
 _ROPE_MODES = {"normal": ggml.ROPE_NORMAL, "neox": ggml.ROPE_NEOX}
@@ -63,6 +63,30 @@ class Bringer(NamedTuple):
     data: int
 
 
+class Wave(NamedTuple):
+    """What brings the experts of a wave, and the addresses of sizes, uintp [10], that it sets.
+
+    A wave computes pairs of a token and an expert, and nothing if its nodes have no pairs.
+    """
+
+    bringer: Bringer
+    sizes: NDArray[np.uintp]
+
+
+class Waves(NamedTuple):
+    """How the experts of a layer are computed: all at once, or in waves if they have no room.
+
+    `whole` brings them all, and its nodes have no tokens in waves. `tokens` and `slots`, int32, and
+    `rows`, int64, are the pairs of a wave; `rows` numbers them among the pairs of all waves.
+    """
+
+    whole: Wave
+    each: list[Wave]
+    tokens: int
+    slots: int
+    rows: int
+
+
 class Headers:
     """ggml's headers of the weights and of the cache's parts, in `nbytes` at `address`.
 
@@ -71,8 +95,8 @@ class Headers:
     lane for each part, and `kv_kinds` ggml's types of K and V.
 
     `layers` and `experts` have what brings the weights of a layer, or the experts that were chosen
-    there, from the disk, by the layer's prefix such as ``"blk.0"``. They may be filled until graphs
-    are made.
+    there, from the disk, by the layer's prefix such as ``"blk.0"``; `waves` has what brings those
+    of a batch. They may be filled until graphs are made.
     """
 
     def __init__(
@@ -91,6 +115,7 @@ class Headers:
         self.rotates = rotates
         self.layers: dict[str, Bringer] = {}
         self.experts: dict[str, Bringer] = {}
+        self.waves: dict[str, Waves] = {}
         self.weights = {
             name: self._header(kind, ne, data) for name, (kind, ne, data) in tensors.items()
         }
@@ -119,6 +144,11 @@ class Headers:
     def bytes_needed(n_tensors: int, n_layers: int) -> int:
         """Bytes of memory that the headers take."""
         return ggml.tensor_overhead() * (n_tensors + 2 * n_layers)
+
+    @property
+    def n_waves(self) -> int:
+        """The most waves of a layer; 0 if all its experts are computed at once."""
+        return max((len(waves.each) for waves in self.waves.values()), default=0)
 
     def free(self) -> None:
         """Free what ggml holds beside the given memory."""
@@ -200,9 +230,9 @@ class Graph:
             self._offsets[int(name)] = offset
 
     @staticmethod
-    def bytes_needed(model: Model) -> int:
-        """Bytes of memory that the headers of nodes and the graph take."""
-        n = _nodes_of(model)
+    def bytes_needed(model: Model, n_waves: int = 0) -> int:
+        """Bytes of memory that the headers of nodes and the graph take, with waves of experts."""
+        n = _nodes_of(model, n_waves)
         return int(n * ggml.tensor_overhead() + ggml.graph_overhead(n))
 
     def set_memory(self, arena: int, work: int, n_threads: int, threadpool: int) -> None:
@@ -234,7 +264,9 @@ class Graph:
 
     def _build(self, n: int) -> None:
         ggml.reset(self._context)
-        builder = _Builder(self._model, self._headers, self._arrays, self._context, n)
+        # The nodes are those of a batch, for a single token as well.
+        waves = self._headers.waves if self.batch > 1 else {}
+        builder = _Builder(self._model, self._headers, self._arrays, self._context, n, waves)
         builder.build(self._mask_addresses)
         self._output = builder.output
         self.address = builder.graph
@@ -282,15 +314,27 @@ class Graph:
         ggml.plan(self.plan_address, self.address, self._n_threads, self._threadpool, self._work)
 
 
-def _nodes_of(model: Model) -> int:
-    return nodes_bound(model.dims.num_layers, model.experts.n_used if model.experts else 0)
+def _size(tensor: int, dim: int) -> int:
+    """Return the address of one size of a tensor."""
+    return tensor + ggml.NE_OFFSET + _WORD * dim
+
+
+def _nodes_of(model: Model, n_waves: int) -> int:
+    n_used = model.experts.n_used if model.experts else 0
+    return nodes_bound(model.dims.num_layers, n_used, n_waves)
 
 
 class _Builder:
     """Makes the nodes of one graph."""
 
     def __init__(
-        self, model: Model, headers: Headers, arrays: Arrays, context: int, n_tokens: int
+        self,
+        model: Model,
+        headers: Headers,
+        arrays: Arrays,
+        context: int,
+        n_tokens: int,
+        waves: Mapping[str, Waves],
     ) -> None:
         self._model, self._kind = model, model.graph_kind
         self._weights = headers.weights
@@ -298,11 +342,13 @@ class _Builder:
         self._arrays = arrays
         self._context = context
         self._n = n_tokens
+        self._waves = waves
         # For each part of the cache, every (tensor, dimension) that is the KV length.
         self.kv_dims: list[list[tuple[int, int]]] = []
         self.masks: list[int] = []
         self.output = 0
-        self.graph = ggml.new_graph(context, _nodes_of(model))
+        n_waves = headers.n_waves if waves else 0
+        self.graph = ggml.new_graph(context, _nodes_of(model, n_waves))
 
     def build(self, masks: Sequence[int]) -> None:
         n, arrays, context = self._n, self._arrays, self._context
@@ -439,15 +485,16 @@ class _Builder:
         if blk in self._headers.experts:
             # They may replace the numbers of experts by slots; ggml knows no such dependency.
             ggml.expand(self.graph, shares)
-        chosen = self._bring(self._headers.experts.get(blk), chosen)
-        x = ggml.reshape_3d(context, x, hidden, 1, n)
-        up, gate = (
-            ggml.mul_mat_id(context, self._weights[f"{blk}.ffn_{name}_exps.weight"], x, chosen)
-            for name in ("up", "gate")
+        waves = self._waves.get(blk)
+        bringer = self._headers.experts.get(blk) if waves is None else waves.whole.bringer
+        nodes = self._experts(
+            blk, ggml.reshape_3d(context, x, hidden, 1, n), self._bring(bringer, chosen)
         )
-        gated = ggml.swiglu_split(context, gate, up)
-        down = self._weights[f"{blk}.ffn_down_exps.weight"]
-        outputs = ggml.mul(context, ggml.mul_mat_id(context, down, gated, chosen), shares)
+        outputs = nodes[-1]
+        if waves is not None:
+            waves.whole.sizes[:] = [_size(node, 2) for node in nodes]
+            outputs = self._in_waves(blk, waves, x, chosen, outputs)
+        outputs = ggml.mul(context, outputs, shares)
         strides = ggml.Tensor.at(outputs).nb
         one, *others = (
             ggml.view_2d(context, outputs, hidden, n, strides[2], i * strides[1])
@@ -456,6 +503,40 @@ class _Builder:
         for other in others:
             one = ggml.add(context, one, other)
         return int(one if others else ggml.cont(context, one))
+
+    def _experts(self, blk: str, x: int, chosen: int) -> list[int]:
+        """Send tokens through chosen experts; the last of these nodes has their outputs."""
+        context = self._context
+        up, gate, down = (
+            self._weights[f"{blk}.ffn_{name}_exps.weight"] for name in ("up", "gate", "down")
+        )
+        nodes = [ggml.mul_mat_id(context, matrix, x, chosen) for matrix in (up, gate)]
+        nodes.append(ggml.swiglu_split(context, nodes[1], nodes[0]))
+        return [*nodes, ggml.mul_mat_id(context, down, nodes[-1], chosen)]
+
+    def _in_waves(self, blk: str, waves: Waves, x: int, chosen: int, outputs: int) -> int:
+        """Compute the pairs of tokens and experts of each wave into the outputs of all at once."""
+        context, (hidden, n_used, n, _) = self._context, ggml.Tensor.at(outputs).ne
+        _, row, token, _ = ggml.Tensor.at(outputs).nb
+        ggml.expand(self.graph, outputs)
+        flat = ggml.view_2d(context, outputs, hidden, n_used * n, row, 0)
+        for wave in waves.each:
+            ggml.expand(self.graph, self._bring(wave.bringer, chosen))
+            tokens = self._input(ggml.I32, waves.tokens, n_used * n)
+            slots = self._input(ggml.I32, waves.slots, 1, n_used * n)
+            rows = self._input(ggml.I64, waves.rows, n_used * n)
+            found = ggml.get_rows(context, x, tokens)
+            by_pair = ggml.reshape_3d(context, found, hidden, 1, n_used * n)
+            nodes = self._experts(blk, by_pair, slots)
+            computed = ggml.reshape_2d(context, nodes[-1], hidden, n_used * n)
+            ggml.expand(self.graph, ggml.set_rows(context, flat, computed, rows))
+            ones, pairs = (slots, found, computed), (by_pair, *nodes)
+            wave.sizes[:] = [
+                *(_size(node, 0) for node in (tokens, rows)),
+                *(_size(node, 1) for node in ones),
+                *(_size(node, 2) for node in pairs),
+            ]
+        return int(ggml.view_3d(context, outputs, hidden, n_used, n, row, token, 0))
 
     def _bring(self, bringer: Bringer | None, values: int) -> int:
         """Bring weights from the disk between the making of these values and their use."""

@@ -274,9 +274,13 @@ class ModelMemory:
                 self.repacked._adopt(headers.weights[name], name)
 
     def check_files(self) -> None:
-        """Raise OSError if the file of streamed weights was written to since it was opened."""
+        """Raise OSError if the file of streamed weights was written to since it was opened.
+
+        Their slots may move: for a time at which the decoder uses no pieces.
+        """
         if self.weights.stream is not None:
             self.weights.stream.check_files()
+            self.weights.stream._move_slots()
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:

@@ -4,6 +4,16 @@ from libc.stdint cimport int32_t, int64_t, uint64_t
 from unimem._core cimport native as um
 from unimem._core.pieces cimport Holder, Pieces
 
+cdef struct Waves:  # of the experts of the present layer that have no room at once
+    int32_t n  # different experts that are wanted; 0 if they have room
+    int32_t each  # of a wave
+    int32_t *wanted  # their pieces, wave by wave
+    int32_t *ranks  # of each expert among these; below 0 if it is not
+    # The pairs of a token and an expert that a wave computes.
+    int32_t *tokens
+    int32_t *slots
+    int64_t *rows
+
 cdef struct Reading:
     um.um_pieces *pieces
     um.um_pieces_holder *holder
@@ -12,15 +22,17 @@ cdef struct Reading:
     int64_t waited_ns  # in the present graph
     int32_t *ids
     int32_t *slots
+    Waves waves
 
 cdef class PieceReader:
     cdef Reading reading
     cdef Pieces _pieces
     cdef Holder _holder
     cdef list _nodes
-    cdef object _ids, _slots
+    cdef object _ids, _slots, _pairs, _wanted
     cdef um.um_pieces_stat _counted
 
+    cdef void _point(self)
     # Around each graph.
     cdef void begin(self) noexcept nogil
     cdef void end(self) noexcept nogil

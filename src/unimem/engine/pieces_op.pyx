@@ -26,6 +26,10 @@ cdef size_t DATA = ggml.DATA_OFFSET
 cdef enum:
     # A batch that uses each expert of a layer this many times on average uses nearly all of them.
     MANY = 4
+    UNRANKED = -2
+    # The sizes of nodes that compute experts all at once, and in a wave: see `Waves` in graph.py.
+    WHOLE_SIZES = 4
+    WAVE_SIZES = 10
 
 
 cdef bint bring(Reading *reading, size_t n) noexcept nogil:
@@ -44,6 +48,64 @@ cdef struct ExpertNode:
     int32_t first  # the piece of the layer's first expert; the others follow
     int32_t n_experts
     int32_t next_first  # that of the next layer, or -1
+    int32_t n_waves  # in which they may be computed; 0 if only all at once
+    const uintptr_t *sizes  # of the nodes that compute all at once, in tokens
+
+
+cdef struct WaveNode:
+    const ExpertNode *experts
+    int32_t number
+    const uintptr_t *sizes  # of the nodes that compute it, in pairs
+
+
+cdef void set_sizes(const uintptr_t *sizes, int n, int64_t value) noexcept nogil:
+    cdef int i
+    for i in range(n):
+        (<int64_t *>sizes[i])[0] = value
+
+
+cdef int32_t chosen_expert(char *header, int64_t i) noexcept nogil:
+    """Return the number at place i of int32 [n_tokens, n_used]."""
+    cdef int64_t n_used = (<int64_t *>(header + SIZES))[0]
+    cdef char *row = (<char **>(header + DATA))[0] + i // n_used * (<size_t *>(header + STRIDES))[1]
+    return (<int32_t *>row)[i % n_used]
+
+
+cdef bint split(const ExpertNode *node, int64_t n) noexcept nogil:
+    """Divide the experts of n pairs, whose pieces are `ids`, into waves: first those in memory.
+
+    Half of the slots are for the next wave, which is read meanwhile, unless that makes too many.
+    """
+    cdef Reading *reading = node.reading
+    cdef Waves *waves = &reading.waves
+    cdef int32_t i
+    cdef int64_t k
+    cdef int are_missing
+    for i in range(node.n_experts):
+        waves.ranks[i] = -1
+    for k in range(n):
+        waves.ranks[reading.ids[k] - node.first] = UNRANKED
+    for are_missing in range(2):
+        for i in range(node.n_experts):
+            if waves.ranks[i] == UNRANKED and (
+                    are_missing or um.um_pieces_slot(reading.pieces, node.first + i) >= 0):
+                waves.ranks[i] = waves.n
+                waves.wanted[waves.n] = node.first + i
+                waves.n += 1
+    waves.each = max(<int32_t>(reading.error.limit // 2),
+                     (waves.n + node.n_waves - 1) // node.n_waves)
+    return <uint64_t>waves.each <= reading.error.limit
+
+
+cdef void begin_next_layer(const ExpertNode *node, int64_t n_pairs) noexcept nogil:
+    """Begin to read the experts of the next layer, if this one uses nearly all."""
+    cdef int32_t i
+    cdef um.um_error err
+    if node.next_first >= 0 and n_pairs >= MANY * node.n_experts:
+        for i in range(node.n_experts):
+            node.reading.ids[i] = node.next_first + i
+        # A failure shows when they are needed.
+        um.um_pieces_prefetch(node.reading.pieces, node.reading.ids, node.n_experts, &err)
 
 
 cdef void bring_experts(char *header, const void *given, int thread, int n_threads,
@@ -55,20 +117,57 @@ cdef void bring_experts(char *header, const void *given, int thread, int n_threa
     cdef size_t *nb = <size_t *>(header + STRIDES)
     cdef char *rows = (<char **>(header + DATA))[0]
     cdef int64_t n = ne[0] * ne[1], i
-    cdef um.um_error err
     if thread != 0 or reading.status != um.UM_OK:
         return
     for i in range(n):
-        reading.ids[i] = node.first + (<int32_t *>(rows + i // ne[0] * nb[1]))[i % ne[0]]
+        reading.ids[i] = node.first + chosen_expert(header, i)
+    reading.waves.n = 0
     if not bring(reading, n):
+        if reading.status == um.UM_E_FULL and node.n_waves and split(node, n):
+            reading.status = um.UM_OK
+            set_sizes(node.sizes, WHOLE_SIZES, 0)
         return
+    if node.n_waves:
+        set_sizes(node.sizes, WHOLE_SIZES, ne[1])
     for i in range(n):
         (<int32_t *>(rows + i // ne[0] * nb[1]))[i % ne[0]] = reading.slots[i]
-    if node.next_first >= 0 and n >= MANY * node.n_experts:
-        for i in range(node.n_experts):
-            reading.ids[i] = node.next_first + i
-        # A failure shows when they are needed.
-        um.um_pieces_prefetch(reading.pieces, reading.ids, node.n_experts, &err)
+    begin_next_layer(node, n)
+
+
+cdef void bring_wave(char *header, const void *given, int thread, int n_threads,
+                     void *data) noexcept nogil:
+    """List the pairs of a wave, with the slots of its experts, and begin to read the next one."""
+    cdef WaveNode *node = <WaveNode *>data
+    cdef Reading *reading = node.experts.reading
+    cdef Waves *waves = &reading.waves
+    cdef int64_t *ne = <int64_t *>(header + SIZES)
+    cdef int32_t begin = node.number * waves.each, rank
+    cdef int32_t n = min(waves.each, waves.n - begin), n_pairs = 0
+    cdef int64_t i
+    cdef um.um_error err
+    if thread != 0 or reading.status != um.UM_OK:
+        return
+    if n <= 0:
+        set_sizes(node.sizes, WAVE_SIZES, 0)
+        return
+    for i in range(n):
+        reading.ids[i] = waves.wanted[begin + i]
+    if not bring(reading, n):
+        return
+    for i in range(ne[0] * ne[1]):
+        rank = waves.ranks[chosen_expert(header, i)] - begin
+        if 0 <= rank < n:
+            waves.tokens[n_pairs] = i // ne[0]
+            waves.slots[n_pairs] = reading.slots[rank]
+            waves.rows[n_pairs] = i
+            n_pairs += 1
+    set_sizes(node.sizes, WAVE_SIZES, n_pairs)
+    begin += n
+    if begin < waves.n:
+        um.um_pieces_prefetch(reading.pieces, waves.wanted + begin,
+                              min(waves.each, waves.n - begin), &err)
+    else:
+        begin_next_layer(node.experts, ne[0] * ne[1])
 
 
 cdef struct LayerNode:
@@ -104,17 +203,20 @@ cdef void bring_layer(char *header, const void *given, int thread, int n_threads
 
 
 # The functions for ``ggml_map_custom1``; their `userdata` are from a `PieceReader`. The first
-# replaces the numbers of experts, int32 [n_used, n_tokens], by their slots; the second has a layer
-# read before the values that it returns are used.
+# replaces the numbers of experts, int32 [n_used, n_tokens], by their slots; the second brings those
+# of a wave; the third has a layer read before the values that it returns are used.
 #: experts_address: int
+#: wave_address: int
 #: layer_address: int
 experts_address = <uintptr_t>&bring_experts
+wave_address = <uintptr_t>&bring_wave
 layer_address = <uintptr_t>&bring_layer
 
 
 cdef class _Node:
     """A node, and the arrays that it points to."""
     cdef ExpertNode experts
+    cdef WaveNode wave
     cdef LayerNode layer
     cdef tuple _kept
 
@@ -146,9 +248,50 @@ cdef class PieceReader:
         `next_first` on.
         """
         cdef _Node node = _Node()
-        node.experts = ExpertNode(&self.reading, first, n, next_first)
+        node.experts = ExpertNode(&self.reading, first, n, next_first, 0, NULL)
         self._nodes.append(node)
         return <uintptr_t>&node.experts
+
+    def waves(self, int32_t n_waves, int32_t first, int32_t n,
+              int32_t next_first=-1) -> list[tuple[int, NDArray[np.uintp]]]:
+        """Return the data and the sizes of a node as `experts`, and of those for each wave.
+
+        The first node sets `sizes` to the number of tokens; if their experts have no room at once,
+        it sets them to 0, and those of each wave to the number of its `pairs`.
+        """
+        cdef cnp.ndarray sizes = np.zeros(WHOLE_SIZES, np.uintp)
+        cdef _Node whole = _Node(), node
+        if self._pairs is None:
+            self._pairs = [np.zeros(len(self._ids), kind) for kind in "iiq"]
+        self._wanted = [np.zeros(max(n, len(one)), np.int32) for one in self._wanted or ((), ())]
+        self._point()
+        whole.experts = ExpertNode(&self.reading, first, n, next_first, n_waves,
+                                   <uintptr_t *>cnp.PyArray_DATA(sizes))
+        whole._kept, found = (sizes,), [(<uintptr_t>&whole.experts, sizes)]
+        self._nodes.append(whole)
+        for i in range(n_waves):
+            sizes, node = np.zeros(WAVE_SIZES, np.uintp), _Node()
+            node.wave = WaveNode(&whole.experts, i, <uintptr_t *>cnp.PyArray_DATA(sizes))
+            node._kept = (sizes,)
+            self._nodes.append(node)
+            found.append((<uintptr_t>&node.wave, sizes))
+        return found
+
+    cdef void _point(self):
+        """Let nodes write pairs, and what is wanted, into the arrays."""
+        cdef Waves *waves = &self.reading.waves
+        cdef cnp.ndarray wanted = self._wanted[0], ranks = self._wanted[1]
+        cdef uintptr_t tokens, slots, rows
+        tokens, slots, rows = self.pairs
+        waves.tokens, waves.slots, waves.rows = (
+            <int32_t *>tokens, <int32_t *>slots, <int64_t *>rows)
+        waves.wanted = <int32_t *>cnp.PyArray_DATA(wanted)
+        waves.ranks = <int32_t *>cnp.PyArray_DATA(ranks)
+
+    @property
+    def pairs(self) -> tuple[int, int, int]:
+        """The addresses of the pairs of a wave: int32 tokens, int32 slots, and int64 rows."""
+        return tuple([array.ctypes.data for array in self._pairs])
 
     def layer(self, int32_t piece, pool: tuple[int, int], offsets: Mapping[int, int],
               ahead: Sequence[int]) -> int:

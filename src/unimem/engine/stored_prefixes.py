@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from unimem.errors import CapacityError
 from unimem.kv.cache.cache import KVCache
 from unimem.kv.store.store import KVStore
-from unimem.planning.needs import PREFILL_BATCH
 from unimem.system import policy
 from unimem.weights.opened import Weights
 from unimem.weights.whole_hash import whole_hash
@@ -34,7 +33,8 @@ class Prefixes:
 
     A row depends, in its last bits, on the batch that it was computed in. So only rows of whole
     batches of a prompt are put, and a prompt is restored up to the end of a batch: the rest of it
-    is then computed in the batches of a decoder without a store, and so is every later token.
+    is then computed in the batches of a decoder without a store, and so is every later token. A
+    batch has `batch` tokens.
 
     Attributes
     ----------
@@ -44,10 +44,10 @@ class Prefixes:
         Tokens of the conversation that the store has.
     """
 
-    def __init__(self, store: KVStore, weights: Weights) -> None:
+    def __init__(self, store: KVStore, weights: Weights, batch: int) -> None:
         if not isinstance(store, KVStore):
             raise TypeError(f"store: expected a unimem.KVStore, got {store!r:.60}")
-        self._store, self._model = store, model_name(weights)
+        self._store, self._model, self._batch = store, model_name(weights), batch
         self.n_restored = self.n_stored = 0
         self._n_seen = 0  # tokens of the conversation that were restored, or put if possible
         self._n_whole = 0  # first tokens that were computed in whole batches, or restored
@@ -60,7 +60,7 @@ class Prefixes:
         """
         if position := kv.next_position:
             self._n_whole = min(self._n_whole, position)
-            self._goes_on = position == self._n_whole and position % PREFILL_BATCH == 0
+            self._goes_on = position == self._n_whole and position % self._batch == 0
             return 0
         self.n_restored = 0
         try:
@@ -72,10 +72,10 @@ class Prefixes:
         return self.n_restored
 
     def _restore(self, kv: KVCache, tokens: NDArray[Any]) -> int:
-        n, step = len(tokens) - 1, lcm(self._store.chunk_tokens, PREFILL_BATCH)
+        n, step = len(tokens) - 1, lcm(self._store.chunk_tokens, self._batch)
         if not isinstance(kv.window, tuple):
             n = self._store.restore_into(kv, tokens[:n], model=self._model)
-            n -= n % PREFILL_BATCH
+            n -= n % self._batch
             kv.crop(n)
             return n
         # Restored windows cannot be cropped: they have to end where a batch does.
@@ -98,7 +98,7 @@ class Prefixes:
         if kv.next_position != kv.seq_len or len(ids) < kv.seq_len:
             return
         if self._goes_on:
-            self._n_whole = len(ids) - len(ids) % PREFILL_BATCH
+            self._n_whole = len(ids) - len(ids) % self._batch
         try:
             self.n_stored = self._store.put(kv, ids[: self._n_whole], model=self._model)
         except (OSError, CapacityError) as error:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from unimem.backends import ggml
-from unimem.engine.graph import Bringer, Headers
-from unimem.engine.pieces_op import PieceReader, experts_address, layer_address
+from unimem.engine.graph import Bringer, Headers, Wave, Waves
+from unimem.engine.pieces_op import PieceReader, experts_address, layer_address, wave_address
+from unimem.planning.needs import n_waves
 from unimem.weights.tensors import StreamedTensor, Tensor
 
 if TYPE_CHECKING:
@@ -59,10 +60,12 @@ def read_pieces(
             for name in layer:
                 header = ggml.Tensor.at(headers.weights[name])
                 header.nb = *header.nb[:2], stride, stride * header.ne[2]
-            # The last layer computes a single token.
+            # Of the last layer, few are needed.
             after = firsts[i + 1] if i + 2 < len(layers) else -1
-            node = reader.experts(first, of_layer[0].n, after)
-            headers.experts[f"blk.{i}"] = Bringer(experts_address, node)
+            span = first, of_layer[0].n, after
+            headers.experts[f"blk.{i}"] = Bringer(experts_address, reader.experts(*span))
+            if i < len(layers) - 1 and experts is not None:  # the last one computes a single token
+                headers.waves[f"blk.{i}"] = _waves(reader, n_waves(experts), span)
         else:
             offsets = {
                 headers.weights[name]: pieces.part_offset(kind, tensor._place.part)
@@ -75,6 +78,12 @@ def read_pieces(
             node = reader.layer(first, pool, offsets, later[: _ahead(stream)])
             headers.layers[f"blk.{i}"] = Bringer(layer_address, node)
     return reader
+
+
+def _waves(reader: PieceReader, n: int, span: tuple[int, int, int]) -> Waves:
+    (data, sizes), *nodes = reader.waves(n, *span)
+    each = [Wave(Bringer(wave_address, at), of_wave) for at, of_wave in nodes]
+    return Waves(Wave(Bringer(experts_address, data), sizes), each, *reader.pairs)
 
 
 def _ahead(stream: Stream) -> int:

@@ -37,7 +37,9 @@ __all__ = [
     "default_threads",
     "diagnostics_need",
     "least_window",
+    "n_waves",
     "nodes_bound",
+    "prompt_batch",
     "scratch_parts",
     "token_bytes",
 ]
@@ -47,6 +49,9 @@ Mode = Literal["map", "copy", "direct", "stream", "repack"]
 
 PREFILL_BATCH = 128
 """Tokens of a prompt that the engine computes at once."""
+
+_STREAMED_BATCH = 512  # of these with streamed weights, which are read once for a batch
+_MOST_WAVES = 16
 
 # What each thread of ggml unpacks a part of a matrix into, for a batch (`TILED_WS_SLOT`).
 _TILE_BYTES = 512 << 10
@@ -378,8 +383,8 @@ class Session:
         As for `plan`, checked.
     storage : Storage
         The placement of its blocks.
-    most_slots : int
-        The most slots of streamed experts; 0 if none are streamed.
+    most_slots : int or None
+        The most slots of streamed experts, or 0; None if no weights are streamed.
     """
 
     shape: Shape
@@ -388,7 +393,7 @@ class Session:
     window: int | None
     threads: int
     storage: Storage
-    most_slots: int = 0
+    most_slots: int | None = None
 
     @property
     def is_known(self) -> bool:
@@ -422,7 +427,7 @@ class Session:
     def needs(self, ctx: int, budget: Budget) -> list[Need]:
         """List its blocks with a context, in the order of their making."""
         found = []
-        vocab, batch = self.shape.vocab_size, min(PREFILL_BATCH, ctx)
+        vocab, batch = self.shape.vocab_size, self._prompt_batch(ctx)
         outputs = {} if vocab is None else {"logits": 4 * vocab}
         scratch = self.scratch_bytes(ctx)
         kinds = self._parts(ctx)
@@ -448,6 +453,9 @@ class Session:
             found.append(self.storage.block(self._state_bytes(), "kv", budget))
         return found
 
+    def _prompt_batch(self, ctx: int) -> int:
+        return prompt_batch(ctx, is_streamed=self.most_slots is not None)
+
     def _parts(self, ctx: int) -> list[Layers]:
         """List the layers by what they keep: all tokens, or a window of them in a ring.
 
@@ -468,7 +476,7 @@ class Session:
         """Return the rows of a lane: a ring holds its window and a batch, in whole pages."""
         if layers.window is None:
             return ctx
-        least = layers.window + min(PREFILL_BATCH, ctx)
+        least = layers.window + self._prompt_batch(ctx)
         row, v_row = self._row_bytes(layers)
         return int(ring_rows(row, v_row, least, self.storage.pages))
 
@@ -503,6 +511,19 @@ def least_window(*windows: int | None) -> int | None:
     return min((window for window in windows if window is not None), default=None)
 
 
+def prompt_batch(ctx: int, *, is_streamed: bool) -> int:
+    """Return how many tokens of a prompt the engine computes at once."""
+    return min(_STREAMED_BATCH if is_streamed else PREFILL_BATCH, ctx)
+
+
+def n_waves(experts: Experts) -> int:
+    """Return in how many waves the engine may compute streamed experts.
+
+    A wave has slots for half of a token's experts or more, while those of the next one are read.
+    """
+    return min(_MOST_WAVES, -(-2 * experts.n // experts.n_used))
+
+
 def diagnostics_need() -> Need:
     """Return the need of publishing the ledger: once in a process, with its first decoder."""
     return Need({"diagnostics": PUBLISHED_BYTES}, ram_bytes=PUBLISHED_BYTES)
@@ -527,14 +548,16 @@ def token_bytes(ctx: int, batch: int | None = None, n_parts: int = 1) -> int:
     return n * (4 + 4 + 8 * n_parts) + 4 + 4 * ctx
 
 
-def nodes_bound(n_layers: int, n_used: int = 0) -> int:
+def nodes_bound(n_layers: int, n_used: int = 0, waves: int = 0) -> int:
     """Bound the headers of tensors in a graph of the engine: inputs, nodes and views.
 
     A layer has 28, and four more for rotated heads, up to three for biases, and four each for norms
     of queries and keys, and behind attention and the network. The network of a mixture, whose
-    tokens use `n_used` experts, has two for each of these and 15 more.
+    tokens use `n_used` experts, has two for each of these and 15 more; and in waves two, and 12 for
+    each wave.
     """
-    return (40 + (15 + 2 * n_used if n_used else 0)) * n_layers + 16
+    mixture = 15 + 2 * n_used if n_used else 0
+    return (40 + mixture + (2 + 12 * waves if waves else 0)) * n_layers + 16
 
 
 def default_threads(weight_bytes: int, most: int) -> int:
@@ -555,7 +578,7 @@ def scratch_parts(
     n_rows: Sequence[int],
     experts: Experts | None = None,
     tiled: bool = False,
-    most_slots: int = 0,
+    most_slots: int | None = None,
 ) -> dict[str, int]:
     """Bound what the engine takes from the scratch tape.
 
@@ -569,8 +592,8 @@ def scratch_parts(
         The rows of a lane in each part of the KV cache.
     tiled : bool
         Whether ggml may unpack matrices tile by tile: see `Shape`.
-    most_slots : int
-        The most slots of streamed experts.
+    most_slots : int or None
+        The most slots of streamed experts, or 0; None if no weights are streamed.
 
     Returns
     -------
@@ -580,18 +603,23 @@ def scratch_parts(
         sharing memory), ``work`` (ggml's own, for quantized inputs and attention tiles) and
         ``logits``, in bytes. Only ``logits`` is exact; the others are upper bounds.
     """
-    n = min(PREFILL_BATCH, ctx)
+    n = prompt_batch(ctx, is_streamed=most_slots is not None)
     hidden, q, inner = dims.hidden_size, dims.q_size, dims.intermediate_size
     n_experts, n_used = (experts.n, experts.n_used) if experts else (0, 0)
     nodes = nodes_bound(dims.num_layers, n_used)
+    waves = n_waves(experts) if experts and most_slots else 0
+    nodes += nodes_bound(dims.num_layers, n_used, waves)
     headers = _HEADER_BYTES * (18 * dims.num_layers + 8)  # weights, and both parts of the cache
-    graph = nodes * (_HEADER_BYTES + _NODE_BYTES) + 4096
+    graphs = nodes * (_HEADER_BYTES + _NODE_BYTES) + 2 * 4096
     # The residual, the normed input, three wide values at once, and a gap that is too narrow.
     wide = 3 * max(inner, q)
     if experts is not None:
         # The outputs of all experts of a token, twice; their inputs; and the router's scores.
         outputs = n_used * hidden
-        wide = max(3 * q, 3 * inner + outputs, inner + 2 * outputs) + 3 * n_experts + 2 * n_used
+        wide = max(3 * q, 3 * inner + outputs, inner + 2 * outputs)
+        if waves:  # a wave has inputs for each of its outputs, which are put among all outputs
+            wide = max(wide, 3 * inner + 2 * outputs)
+        wide += 3 * n_experts + 2 * n_used
     values = 4 * n * (3 * hidden + wide) + 64 * _ALIGN
     # A batch of inputs in 16 bits, and a tile of a matrix for each thread; or, for each thread,
     # four tiles of 64 rows of heads, or partial results of attention over all heads.
@@ -599,13 +627,15 @@ def scratch_parts(
     batch_work = 2 * n * max(hidden, q, inner) + (threads * _TILE_BYTES if tiled else 0)
     if experts is not None:
         # The rows of each expert or slot, and a line of the CPU's caches for each.
-        n_experts = max(n_experts, most_slots)
+        n_experts = max(n_experts, most_slots or 0)
+        if waves:
+            batch_work += 2 * n * n_used * hidden
         batch_work += 8 * (n_experts * (n * n_used + 1) + 4) + _ALIGN * (n_experts + 1)
     tiles = 4 * threads * (256 * size + 2 * 64 * 64)
     partials = 4 * threads * (heads * (2 + size) + 3 * size)
     token_inputs = sum(8 * n + 2 * (n + 1) * rows + 3 * _ALIGN for rows in n_rows)
     return {
-        "headers": headers + 2 * graph,
+        "headers": headers + graphs,
         "inputs": n * (4 + 4) + token_inputs + 4 * ctx + 6 * _ALIGN,
         "values": values,
         "work": max(batch_work, tiles, partials) + _ALIGN * (threads + 1),

@@ -384,7 +384,7 @@ class _Planner:
     def _make_as(self, options: PlanOptions, mode: Mode, reason: str) -> Plan:
         storage = Storage.from_options(options.placement)
         streamed = self._source.streamed if mode == "stream" else None
-        most_slots = 0 if streamed is None else streamed.most_slots
+        most_slots = None if streamed is None else streamed.most_slots
         session = self._session(options, storage.beside_weights(), most_slots)
         beside = self._beside
         budget = Budget(self._machine)
@@ -460,7 +460,7 @@ class _Planner:
         return None if found is None else found.mapped_reading(spilled_bytes, ahead).on(disk)
 
     def _session(
-        self, options: PlanOptions, storage: Storage, most_slots: int = 0
+        self, options: PlanOptions, storage: Storage, most_slots: int | None = None
     ) -> Session | LlamaSession:
         assert options.threads is not None  # since `plan`
         if options.engine == "llama.cpp":

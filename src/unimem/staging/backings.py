@@ -233,7 +233,7 @@ class Folder(Place):
 
 
 def sweep() -> None:
-    """Remove the stale folders in ``/dev/shm``, left by a crash."""
+    """Remove this user's stale folders in ``/dev/shm``, left by a crash; leave all others."""
     try:
         names = os.listdir(SHM)
     except OSError:  # there is no /dev/shm
@@ -244,7 +244,7 @@ def sweep() -> None:
             continue
         with suppress(OSError), Descriptors() as fds:  # another user's, or already gone
             fd = fds.add(os.open, folder, _FOLDER)
-            if _lock(folder, fd):
+            if os.fstat(fd).st_uid == os.geteuid() and _lock(folder, fd):
                 _remove(folder, fd)
 
 
@@ -267,6 +267,7 @@ def _remove(folder: str, fd: int) -> None:
             try:
                 os.unlink(name, dir_fd=fd)
             except IsADirectoryError:  # the user has put it there
-                shutil.rmtree(name, dir_fd=fd)
+                with suppress(RecursionError):  # too deep; it stays, and so does the folder
+                    shutil.rmtree(name, dir_fd=fd)
     with suppress(FileNotFoundError):
         os.rmdir(folder)

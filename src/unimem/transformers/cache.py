@@ -4,47 +4,75 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
-from typing import Any, Literal, Self, Unpack
+from collections.abc import Mapping, Sequence
+from inspect import signature
+from operator import index
+from typing import Any, Literal, NamedTuple, NoReturn, Self, Unpack
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DummyLayer, get_layer_types_and_kwargs
+from transformers.cache_utils import (
+    Cache,
+    DummyLayer,
+    LinearAttentionLayer,
+    get_layer_types_and_kwargs,
+)
 
-from unimem.base.arguments import flag, integer
+from unimem.base.arguments import flag, integer, one_of
+from unimem.errors import ClosedError
 from unimem.kv import types
 from unimem.kv.cache.cache import KVCache as CoreCache
 from unimem.kv.store.store import KVStore
-from unimem.system.placement import PlacementOptions
+from unimem.system.placement import PlacementOptions, check_placement
 from unimem.transformers import sessions, stored_prefixes
 from unimem.transformers.layers import CacheOptions, Group, Layer
 from unimem.transformers.model_name import model_name
+from unimem.transformers.states import StateLayer, TokensAndStates
 
 __all__ = ["KVCache"]
 
 # Layers that attend to chunks are cached like those of a window: only the mask differs.
 _KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+_STATES = ("conv", "linear_attention")
+_BOTH = ("hybrid", "hybrid_sliding")
 _NONE = "dummy"  # a layer without keys of its own
+_CACHE_NAMES = {"cache", "cache_params", "past_key_values"}
+# Models with caches of their own, or without any.
+_OTHER_MODELS = ("reformer", "rwkv", "xlm", "xlnet", "xlstm")
 
 
-def windows(config: PreTrainedConfig) -> list[int | None]:
-    """Return how many tokens each layer keeps: None for all, or 0 for a layer without keys.
+class _Kept(NamedTuple):
+    """What a layer keeps: tokens, all or the last of a window, and a number of states."""
+
+    tokens: bool
+    window: int | None
+    n_states: int
+
+
+def _kept(config: PreTrainedConfig) -> list[_Kept]:
+    """Return what each layer keeps.
 
     Raises
     ------
     NotImplementedError
-        Layers of other kinds.
+        Layers of other kinds, or a model whose cache is another.
     """
-    kinds, options = get_layer_types_and_kwargs(config)
-    if unknown := sorted(set(kinds) - {*_KINDS, _NONE}):
+    if getattr(config, "is_encoder_decoder", False) or config.model_type in _OTHER_MODELS:
+        kind = "an encoder" if config.model_type not in _OTHER_MODELS else "a cache of its own"
         raise NotImplementedError(
-            f"KVCache: expected layers of {', '.join(_KINDS)}, and {config.model_type} has "
-            f"{', '.join(unknown)}: use transformers' DynamicCache"
+            f"KVCache: expected a decoder with a cache of transformers, and {config.model_type} "
+            f"has {kind}: call the model without this cache"
+        )
+    kinds, options = get_layer_types_and_kwargs(config)
+    if unknown := sorted(set(kinds) - {*_KINDS, *_STATES, *_BOTH, _NONE}):
+        raise NotImplementedError(
+            f"KVCache: expected layers of {', '.join((*_KINDS, *_STATES, *_BOTH))}, and "
+            f"{config.model_type} has {', '.join(unknown)}: use transformers' DynamicCache"
         )
     return [
-        0 if kind == _NONE else given.get("sliding_window")
+        _Kept(kind in _KINDS + _BOTH, given.get("sliding_window"), given.get("number_of_states", 0))
         for kind, given in zip(kinds, options, strict=True)
     ]
 
@@ -52,10 +80,11 @@ def windows(config: PreTrainedConfig) -> list[int | None]:
 class KVCache(Cache):  # type: ignore[misc]
     """A `transformers.Cache` whose rows lie in caches of unimem, and never move.
 
-    Give it to ``model.generate(..., past_key_values=cache)`` or to the model itself. Layers with
-    full attention share a `unimem.KVCache`, and layers with a window a ring, both with
-    ``order="head"``. Keys and values are views of their rows, for exactly the current tokens: a
-    token costs one copy of its own rows, however long the conversation is.
+    Give it to ``model.generate(..., cache=cache)`` or to the model itself; transformers 5.23 calls
+    it ``past_key_values``. Layers with full attention share a `unimem.KVCache`, and
+    layers with a window a ring, both with ``order="head"``. Keys and values are views of their
+    rows, for exactly the current tokens: a token costs one copy of its own rows, however long the
+    conversation is. States, such as Mamba's, lie in memory of unimem as well.
 
     Attention of grouped queries is fastest with ``model.set_attn_implementation("unimem")``: see
     `unimem.transformers.attention`.
@@ -68,12 +97,17 @@ class KVCache(Cache):  # type: ignore[misc]
     config : transformers.PreTrainedConfig
         The model's configuration.
     max_seq_len : int, optional
-        Tokens that fit; ``config.max_position_embeddings`` by default.
+        Tokens that fit. By default as many as there is room for when the first arrives; with
+        ``grow=False`` ``config.max_position_embeddings``.
     dtype : str, optional
-        The stored type, as for `unimem.KVCache`; by default the type that the model computes in.
-        For another type attention gets converted copies, whose cost grows with the conversation.
+        The stored type, as for `unimem.KVCache`, or a pair such as ``"q8_0,q4_0"`` of K and V; by
+        default the type that the model computes in. For another type attention gets converted
+        copies, whose cost grows with the conversation.
     grow : bool, default True
         Whether memory of full attention is taken as tokens arrive, or at once.
+    rotate : bool, default False
+        Whether heads are stored rotated, so that outliers cost quantized types less; a head has a
+        multiple of 64 values. Attention gets copies that are rotated back.
     spare_rows : int, default 128
         For windows: `crop` can drop this many tokens, and updates of up to this many return views.
     budget_bytes : int, optional
@@ -84,9 +118,10 @@ class KVCache(Cache):  # type: ignore[misc]
     Raises
     ------
     NotImplementedError
-        The model has layers without full or sliding attention.
+        The model has layers of other kinds, an encoder, or a cache of its own.
     ValueError, TypeError
-        As `unimem.KVCache`, mostly at the first token, which gives the number of streams.
+        An unknown option, or one out of range. As `unimem.KVCache`, mostly at the first token,
+        which gives the number of streams.
 
     Examples
     --------
@@ -97,7 +132,7 @@ class KVCache(Cache):  # type: ignore[misc]
     ...     num_key_value_heads=2, vocab_size=64, max_position_embeddings=256)
     >>> model = transformers.LlamaForCausalLM(config).eval()
     >>> with KVCache.for_model(model) as cache:
-    ...     ids = model.generate(torch.tensor([[1, 2, 3]]), past_key_values=cache,
+    ...     ids = model.generate(torch.tensor([[1, 2, 3]]), cache=cache,
     ...                          max_new_tokens=5, do_sample=False, pad_token_id=0)
     ...     cache.get_seq_length()
     7
@@ -110,42 +145,67 @@ class KVCache(Cache):  # type: ignore[misc]
         *,
         dtype: npt.DTypeLike | None = None,
         grow: bool = True,
+        rotate: bool = False,
         spare_rows: int = 128,
         budget_bytes: int | None = None,
         **placement: Unpack[PlacementOptions],
     ) -> None:
         text = config.get_text_config(decoder=True)
-        if max_seq_len is None:
-            max_seq_len = text.max_position_embeddings
-        options = CacheOptions(
-            max_seq_len=integer(max_seq_len, "max_seq_len", 1),
-            dtype=None if dtype is None else types.kv_type(dtype),
+        kept = _kept(text)
+        check_placement("KVCache", placement)
+        least = getattr(text, "max_position_embeddings", None)
+        if max_seq_len is None and not grow and least is None:
+            raise ValueError(
+                f"max_seq_len: expected a number with grow=False, since {text.model_type} has no "
+                "max_position_embeddings, got None"
+            )
+        self._options = options = CacheOptions(
+            max_seq_len=None if max_seq_len is None else integer(max_seq_len, "max_seq_len", 1),
+            least_seq_len=least or 1,
+            dtype=None if dtype is None else types.kv_pair(dtype, "dtype"),
             grow=flag(grow, "grow"),
+            rotate=flag(rotate, "rotate"),
             spare_rows=integer(spare_rows, "spare_rows", 0),
             budget_bytes=budget_bytes,
             placement=dict(placement),
         )
-        self._options = options
+        self._closed = False
         self._model: weakref.ref[PreTrainedModel] | None = None
-        groups: dict[int | None, Group] = {}
-        layers: list[Layer | DummyLayer] = []
-        for window in windows(text):
-            if window == 0:
-                layers.append(DummyLayer())
-                continue
-            group = groups.setdefault(window, Group(window, options))
-            layer = Layer(self, group, len(group.layers))
-            group.layers.append(layer)
-            layers.append(layer)
+        groups = {one.window: Group(one.window, options) for one in kept if one.tokens}
         # Rings are first: they take all of their memory at once, and may refuse a crop.
         self._groups = sorted(groups.values(), key=lambda group: group.window is None)
-        super().__init__(layers=layers)
+        super().__init__(layers=[self._layer(one, groups) for one in kept])
+
+    def _layer(
+        self, kept: _Kept, groups: Mapping[int | None, Group]
+    ) -> Layer | StateLayer | DummyLayer:
+        if not kept.tokens:
+            return (
+                StateLayer(kept.n_states, self._options.placement)
+                if kept.n_states
+                else DummyLayer()
+            )
+        group = groups[kept.window]
+        number = group.add()
+        if kept.n_states:
+            return TokensAndStates(kept.n_states, self, group, number)
+        return Layer(self, group, number)
 
     @classmethod
     def for_model(
         cls, model: PreTrainedModel, max_seq_len: int | None = None, **options: Any
     ) -> Self:
-        """Make a cache for a model, which `save` then knows; options are as for the class."""
+        """Make a cache for a model, which `save` then knows; options are as for the class.
+
+        It raises NotImplementedError also for a model that takes no cache.
+        """
+        if isinstance(model, PreTrainedModel) and not _CACHE_NAMES & {
+            *signature(model.forward).parameters
+        }:
+            raise NotImplementedError(
+                f"KVCache: expected a model that takes a cache, and {type(model).__name__} takes "
+                "none: call the model without this cache"
+            )
         made = cls(model.config, max_seq_len, **options)
         made._model = weakref.ref(model)
         return made
@@ -154,16 +214,18 @@ class KVCache(Cache):  # type: ignore[misc]
 
     def _start(self, group: Group, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Make the cache of a group for its first tokens."""
-        if keys.shape != values.shape:
+        self._check_open()
+        if keys.shape[:3] != values.shape[:3]:
             raise ValueError(
-                f"KVCache.update: expected keys and values of one shape, got {tuple(keys.shape)} "
-                f"and {tuple(values.shape)}"
+                "KVCache.update: expected keys and values of one shape, but for the size of a "
+                f"head, got {tuple(keys.shape)} and {tuple(values.shape)}"
             )
-        if any(layer.length for layer in group.layers):
-            batch, heads, head_dim = group.dims
+        if any(group.lengths):
+            batch, heads, head_dim, _ = group.dims
             raise ValueError(
                 f"KVCache.update: expected [{batch}, {heads}, n, {head_dim}] as before, got "
-                f"{list(keys.shape)}: reset() first, or batch_select_indices()"
+                f"{list(keys.shape)}, and values {list(values.shape)}: reset() first, or "
+                "batch_select_indices()"
             )
         budget = self._options.budget_bytes
         starting = [group]
@@ -173,9 +235,8 @@ class KVCache(Cache):  # type: ignore[misc]
         for one in starting:
             others = [other for other in self._groups if other is not one]
             kv = one.kv
-            one.start(keys, None if budget is None else budget - sum(map(_taken, others)))
-            for layer in one.layers:
-                layer.drop_rows()
+            rest = None if budget is None else budget - sum(map(_taken, others))
+            one.start(keys, values, rest)
             if kv is not None:
                 kv.__exit__()
 
@@ -197,7 +258,8 @@ class KVCache(Cache):  # type: ignore[misc]
         RuntimeError
             Some layers lack tokens, since a forward pass was interrupted: call `rollback`.
         """
-        length, n = self._length(), -tokens_to_remove
+        self._check_open()
+        length, n = self._length(), -index(tokens_to_remove)
         if n < 0:
             raise ValueError(
                 "KVCache.crop: expected minus the number of tokens to drop, got "
@@ -205,9 +267,18 @@ class KVCache(Cache):  # type: ignore[misc]
             )
         if n > length:
             raise ValueError(f"KVCache.crop: expected at most {length} tokens to drop, got {n}")
+        states = [layer for layer in self._states() if layer.record_past]
         if n:
             self._check_whole("crop")
+            if len(states) < len(self._states()) or not all(one.is_croppable for one in states):
+                raise ValueError(
+                    f"KVCache.crop: the last {n} tokens cannot be dropped, since layers have "
+                    "states that do not go back: reset(), and compute them anew"
+                )
             self._crop([n] * len(self._groups))
+        for layer in states:
+            if layer.is_croppable:
+                LinearAttentionLayer.crop(layer, -n)
 
     def _crop(self, counts: Sequence[int]) -> None:
         """Drop these numbers of tokens from the groups, or none."""
@@ -222,20 +293,36 @@ class KVCache(Cache):  # type: ignore[misc]
         It raises ValueError, and leaves an empty cache, if a window has overwritten rows that it
         would have to show, which a larger `spare_rows` keeps.
         """
-        length = min(layer.length for group in self._groups for layer in group.layers)
+        self._check_open()
+        lengths = [length for group in self._groups for length in group.lengths]
+        length = min(lengths, default=0)
         if not length:
             self.reset()
             return
+        if self._states() and length < max(lengths):
+            self.reset()
+            raise ValueError(
+                "KVCache.rollback: expected layers that go back, got states that do not: the cache "
+                "is empty now, compute the tokens anew"
+            )
         for group in self._groups:
             group.rollback()
         try:
-            self._crop([group.layers[0].length - length for group in self._groups])
+            self._crop([group.lengths[0] - length for group in self._groups])
         except ValueError:
             self.reset()
             raise
 
+    def _states(self) -> list[StateLayer]:
+        return [layer for layer in self.layers if isinstance(layer, StateLayer)]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("KVCache: expected an open cache, got a closed one: make another")
+
     def _check_whole(self, call: str) -> None:
-        lengths = {layer.length for group in self._groups for layer in group.layers}
+        self._check_open()
+        lengths = {length for group in self._groups for length in group.lengths}
         if len(lengths) > 1:
             raise RuntimeError(
                 f"KVCache.{call}: layers differ in length, from {min(lengths)} to {max(lengths)} "
@@ -244,17 +331,23 @@ class KVCache(Cache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Drop all tokens; the number of streams may change afterwards."""
+        self._check_open()
         for group in self._groups:
             group.clear()
+        for layer in self._states():
+            StateLayer.reset(layer)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Give each stream i the tokens of stream ``beam_idx[i]``, in place, for beam search."""
+        self._check_open()
         source = beam_idx.detach().cpu().numpy().astype(np.int64)
         batch = self._batch()
         if batch and len(source) != batch:
             raise ValueError(f"beam_idx: expected {batch} streams, got {len(source)}")
         for group in self._groups:
             group.reorder(source)
+        for layer in self._states():
+            StateLayer.reorder_cache(layer, beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each stream: the tokens are copied into caches of more streams.
@@ -276,10 +369,11 @@ class KVCache(Cache):  # type: ignore[misc]
         self._select(np.arange(self._batch())[indices.detach().cpu().numpy()])
 
     def _length(self) -> int:
-        return max(layer.length for group in self._groups for layer in group.layers)
+        return max((length for group in self._groups for length in group.lengths), default=0)
 
     def _batch(self) -> int:
-        return max((group.dims[0] for group in self._groups), default=0)
+        streams = [group.dims[0] for group in self._groups]
+        return max([*streams, *(layer.n_streams() for layer in self._states())], default=0)
 
     def _select(self, source: npt.NDArray[np.int64]) -> None:
         if not self._batch():
@@ -301,6 +395,14 @@ class KVCache(Cache):  # type: ignore[misc]
                 before = group.require()
                 group.adopt(kv)
                 before.__exit__()
+        for layer in self._states():
+            layer.select(source)
+
+    def __copy__(self) -> Self:
+        return self.copy()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError("KVCache: expected no pickle, got one: save() writes a cache to a file")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.copy()
@@ -315,16 +417,22 @@ class KVCache(Cache):  # type: ignore[misc]
         other.__dict__.update(self.__dict__)
         groups = {group: Group(group.window, group.options) for group in self._groups}
         other._groups = list(groups.values())
-        other.layers = [DummyLayer() for _ in self.layers]
-        for i, layer in enumerate(self.layers):
-            if isinstance(layer, Layer):
-                group = groups[layer.group]
-                other.layers[i] = Layer(other, group, layer.index)
-                group.layers.append(other.layers[i])
+        by_window = {group.window: group for group in other._groups}
+        kept = [
+            _Kept(
+                isinstance(layer, Layer),
+                layer.group.window if isinstance(layer, Layer) else None,
+                layer.number_of_states if isinstance(layer, StateLayer) else 0,
+            )
+            for layer in self.layers
+        ]
+        other.layers = [other._layer(one, by_window) for one in kept]
         try:
             for old, new in groups.items():
                 if old.kv is not None:
                     new.adopt(old.kv.copy())
+            for of, mine in zip(self._states(), other._states(), strict=True):
+                mine.take(of)
         except BaseException:
             other.__exit__()
             raise
@@ -365,7 +473,15 @@ class KVCache(Cache):  # type: ignore[misc]
         """
         known = self._known_model(model, "save")
         self._check_whole("save")
+        self._check_stateless("save")
         sessions.save(self._groups, path, tokens, model_name(known))
+
+    def _check_stateless(self, call: str) -> None:
+        if self._states():
+            raise NotImplementedError(
+                f"KVCache.{call}: expected layers of keys and values only, got layers with states, "
+                "which no file keeps yet: compute the tokens anew"
+            )
 
     def _known_model(self, model: PreTrainedModel | None, call: str) -> PreTrainedModel:
         if model is None and self._model is not None:
@@ -383,6 +499,9 @@ class KVCache(Cache):  # type: ignore[misc]
         tokens: torch.Tensor | npt.NDArray[Any] | Sequence[int] | None = None,
         mode: Literal["map", "copy"] = "map",
         verify: bool | None = None,
+        max_seq_len: int | None = None,
+        spare_rows: int = 128,
+        budget_bytes: int | None = None,
         **placement: Unpack[PlacementOptions],
     ) -> Self:
         """Make a cache from a file of `save`: `generate` goes on where the conversation ended.
@@ -396,25 +515,33 @@ class KVCache(Cache):  # type: ignore[misc]
         tokens : torch.Tensor, numpy.ndarray or sequence of int, optional
             The ids that the conversation begins with, ``[n]`` or ``[batch, n]``: the ids of the
             file must be the first of them.
-        mode, verify, **placement
-            As for `unimem.KVCache.restore`.
+        mode, verify
+            As for `unimem.KVCache.restore`. What is read is always checked, and memory for it is
+            taken as tokens arrive.
+        max_seq_len, spare_rows, budget_bytes, **placement
+            As for the class. With any of them but `spare_rows` nothing is mapped: use
+            ``mode="copy"``.
 
         Raises
         ------
         SnapshotError
             The file is no snapshot, is damaged, or is for another model or other tokens.
-        ValueError, TypeError, OSError, CapacityError, MemoryError, PlacementError
+        ValueError, TypeError, OSError, CacheFull, CapacityError, MemoryError, PlacementError
             As `unimem.KVCache.restore`.
         """
-        made = cls.for_model(model)
+        one_of(mode, "mode", ("map", "copy"))
+        given = {"max_seq_len": max_seq_len, "budget_bytes": budget_bytes, **placement}
+        if mode == "map" and (kept := [name for name in given if given[name] is not None]):
+            raise ValueError(
+                f"a mapped file lies in the page cache: {', '.join(kept)} not accepted with "
+                "mode='map', use mode='copy'"
+            )
+        made = cls.for_model(
+            model, max_seq_len, spare_rows=spare_rows, budget_bytes=budget_bytes, **placement
+        )
+        made._check_stateless("restore")
         restored = sessions.restore(
-            made._groups,
-            path,
-            tokens,
-            model_name(model),
-            mode=mode,
-            verify=verify,
-            **placement,
+            made._groups, path, tokens, model_name(model), mapped=mode == "map", verify=verify
         )
         for group, kv in zip(made._groups, restored, strict=True):
             group.adopt(kv)
@@ -458,6 +585,7 @@ class KVCache(Cache):  # type: ignore[misc]
         """
         known = self._known_model(model, "put_into")
         self._check_whole("put_into")
+        self._check_stateless("put_into")
         ids = sessions.one_stream(tokens)
         return stored_prefixes.put(
             self._groups, stored_prefixes.check_store(store), ids, model_name(known)
@@ -496,16 +624,18 @@ class KVCache(Cache):  # type: ignore[misc]
         known = self._known_model(model, "restore_from")
         ids = sessions.one_stream(tokens)[:-1]
         stored_prefixes.check_store(store)
+        self._check_whole("restore_from")
+        self._check_stateless("restore_from")
         if length := self._length():
             raise ValueError(
                 f"KVCache.restore_from: expected an empty cache, got one of {length} tokens: "
                 "reset() first"
             )
-        keys = stored_prefixes.first_keys(known)
+        first = stored_prefixes.first_tokens(known)
         try:
             for group in self._groups:
-                if group.kv is None or not group.takes(keys):
-                    self._start(group, keys, keys)
+                if group.kv is None or not group.takes(*first):
+                    self._start(group, *first)
             return stored_prefixes.restore(self._groups, store, ids, model_name(known))
         except BaseException:
             self.reset()
@@ -526,7 +656,8 @@ class KVCache(Cache):  # type: ignore[misc]
     @property
     def capacity_bytes(self) -> int:
         """Bytes of memory for tokens."""
-        return sum(kv.capacity_bytes for kv in self.caches)
+        states = [kv for layer in self._states() for kv in layer.caches]
+        return sum(kv.capacity_bytes for kv in (*self.caches, *states))
 
     def close(self) -> None:
         """Give the memory back; live views keep theirs."""
@@ -536,16 +667,14 @@ class KVCache(Cache):  # type: ignore[misc]
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._closed = True
         for group in self._groups:
-            kv, group.kv, group.dims, group.oldest = group.kv, None, (0, 0, 0), 0
-            for layer in group.layers:
-                layer.length = 0
-                layer.drop_rows()
-            if kv is not None:
-                kv.__exit__()
+            group.end()
+        for layer in self._states():
+            StateLayer.reset(layer)
 
     def __del__(self) -> None:
-        if hasattr(self, "_groups"):
+        if hasattr(self, "layers"):
             self.__exit__()
 
     def __repr__(self) -> str:

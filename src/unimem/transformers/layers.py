@@ -5,6 +5,8 @@ Layers of one kind, with full attention or one window, share a `unimem.KVCache`:
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,12 +16,16 @@ import numpy.typing as npt
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from unimem.errors import CacheFull, ClosedError
 from unimem.kv.cache.cache import KVCache
-from unimem.kv.types import block_values
+from unimem.kv.rotate_heads import rotate_heads
+from unimem.kv.types import block_values, kv_name
+from unimem.system import limits
 
-__all__ = ["CacheOptions", "Group", "Layer"]
+__all__ = ["CacheOptions", "Group", "Layer", "as_tensor"]
 
 Tensors = tuple[torch.Tensor, torch.Tensor]
+Dims = tuple[int, int, int, int]
 
 _NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -54,12 +60,20 @@ def _is_plain(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
 class CacheOptions:
     """How the caches of a model's layers are made."""
 
-    max_seq_len: int
-    dtype: str | None
+    max_seq_len: int | None  # None: as many tokens as there is room for
+    least_seq_len: int  # what the model was made for
+    dtype: tuple[str, str] | None
     grow: bool
+    rotate: bool
     spare_rows: int
     budget_bytes: int | None
     placement: dict[str, Any]
+
+
+def dims_of(keys: torch.Tensor, values: torch.Tensor) -> Dims:
+    """Return the streams, the heads, and the sizes of a head of K and V."""
+    batch, heads, _, head_dim = keys.shape
+    return batch, heads, head_dim, values.shape[-1]
 
 
 @dataclass(eq=False)
@@ -69,101 +83,112 @@ class Group:
     window: int | None  # how many tokens a layer attends to, the newest included
     options: CacheOptions
     kv: KVCache | None = None  # made for the first token, which gives the streams and heads
-    layers: list[Layer] = field(default_factory=list)  # in the order of the model
-    dims: tuple[int, int, int] = (0, 0, 0)  # streams, heads and head size
+    lengths: list[int] = field(default_factory=list)  # tokens of each layer, also dropped ones
+    rows: list[Tensors | None] = field(default_factory=list)  # all rows of each layer, made once
+    dims: Dims = (0, 0, 0, 0)
     oldest: int = 0  # the first position that a ring held when it was adopted
+
+    def add(self) -> int:
+        """Add a layer, in the order of the model; return its number."""
+        self.lengths.append(0)
+        self.rows.append(None)
+        return len(self.lengths) - 1
 
     def require(self) -> KVCache:
         """Return the cache, which must exist."""
         assert self.kv is not None
         return self.kv
 
-    def start(self, keys: torch.Tensor, budget_bytes: int | None) -> None:
+    def start(self, keys: torch.Tensor, values: torch.Tensor, budget_bytes: int | None) -> None:
         """Make the cache for tokens like these."""
-        batch, heads, _, head_dim = keys.shape
-        self.kv = self.make(batch, heads, head_dim, self.dtype_for(keys), budget_bytes)
-        self.dims = batch, heads, head_dim
+        dims = dims_of(keys, values)
+        self.kv = self.make(dims, self.dtype_for(keys), budget_bytes)
+        self.dims = dims
+        self.drop_rows()
 
-    def takes(self, keys: torch.Tensor) -> bool:
+    def takes(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Return whether the cache is one for tokens like these."""
-        batch, heads, _, head_dim = keys.shape
-        return self.dims == (batch, heads, head_dim) and self.require().dtype == self.dtype_for(
-            keys
-        )
+        kv = self.require()
+        return self.dims == dims_of(keys, values) and self.dtype_for(keys) == (kv.dtype, kv.v_dtype)
 
-    def dtype_for(self, keys: torch.Tensor) -> str:
-        """Return the stored type of tokens like these, given or by default."""
+    def dtype_for(self, keys: torch.Tensor) -> tuple[str, str]:
+        """Return the stored types of tokens like these, given or by default."""
         if keys.device.type != "cpu":
             raise ValueError(f"KVCache.update: expected tensors on the CPU, got {keys.device}")
         if keys.dtype not in _NAMES:
             raise TypeError(
                 f"KVCache.update: expected float32, float16 or bfloat16, got {keys.dtype}"
             )
-        return self.options.dtype or _NAMES[keys.dtype]
+        return self.options.dtype or (_NAMES[keys.dtype],) * 2
 
-    def make(
-        self, batch: int, heads: int, head_dim: int, dtype: str, budget_bytes: int | None
-    ) -> KVCache:
+    def make(self, dims: Dims, dtypes: Sequence[str], budget_bytes: int | None) -> KVCache:
         """Make a cache for all layers of the group."""
-        options = self.options
-        # Huge pages would take 2 MiB of each head for the first token.
-        kind: dict[str, Any] = {"pages": "4k", "grow": True} if options.grow else {}
-        max_seq_len = options.max_seq_len
+        options, (batch, heads, head_dim, v_head_dim) = self.options, dims
+        shape = len(self.lengths), heads, head_dim
+        kind: dict[str, Any] = {"batch": batch, "dtype": kv_name(*dtypes), "order": "head"}
+        if v_head_dim != head_dim:
+            kind["v_head_dim"] = v_head_dim
+        max_seq_len = options.max_seq_len or options.least_seq_len
         if self.window is not None:
-            kind = {"window": self.window, "spare_rows": options.spare_rows}
             max_seq_len = max(max_seq_len, self.window)
+            more: dict[str, Any] = {"window": self.window, "spare_rows": options.spare_rows}
+        else:
+            # Huge pages would take 2 MiB of each head for the first token.
+            more = {"pages": "4k", "grow": True} if options.grow else {}
+            if options.max_seq_len is None and options.grow:
+                token_bytes = KVCache.storage_bytes(*shape, 1, **kind)
+                max_seq_len = max(max_seq_len, limits.available_bytes() // token_bytes)
         return KVCache(
-            len(self.layers),
-            heads,
-            head_dim,
+            *shape,
             max_seq_len,
-            batch=batch,
-            dtype=dtype,
-            order="head",
+            rotate=options.rotate,
             budget_bytes=budget_bytes,
-            **(kind | options.placement),
+            **(kind | more | options.placement),
         )
 
     def adopt(self, kv: KVCache) -> None:
         """Use a cache that has tokens already."""
         self.kv = kv
-        self.dims = kv.batch, kv.n_kv_heads, kv.head_dim
+        self.dims = kv.batch, kv.n_kv_heads, kv.head_dim, kv.v_head_dim
         self.oldest = kv.next_position - kv.seq_len
-        for layer in self.layers:
-            layer.length = kv.next_position
-            layer.drop_rows()
+        self.count(kv.next_position)
+        self.drop_rows()
+
+    def count(self, n: int) -> None:
+        """Note that each layer has n tokens."""
+        self.lengths[:] = [n] * len(self.lengths)
 
     def check_crop(self, n: int) -> None:
         """Raise ValueError if `crop` cannot drop the last n tokens."""
-        if self.kv is None or self.window is None:
+        if self.kv is None or self.window is None or n == self.kv.next_position:
             return
         # The first position of the window after the crop; the next token attends from the next one.
         shown = self.kv.next_position - n - self.window
         there = self.kv._body._oldest_position()
-        lost = max(0, shown + 1) < max(self.oldest, there) or (n and max(0, shown) < there)
-        if lost or n > self.kv.seq_len:
+        if max(0, shown + 1) < max(self.oldest, there) or (n and max(0, shown) < there):
             raise ValueError(
                 f"KVCache.crop: the last {n} tokens cannot be dropped, since a window of "
                 f"{self.window} has not kept those before them: reset(), and compute them anew; "
-                "spare_rows= keeps more"
+                f"spare_rows= keeps more (it is {self.options.spare_rows})"
             )
 
     def crop(self, n: int) -> None:
         """Drop the last n tokens, after `check_crop`."""
-        if self.kv is None or not n:
+        kv = self.kv
+        if kv is None or not n:
             return
         self.release_rows()
-        self.kv.crop(self.kv.seq_len - n)
-        for layer in self.layers:
-            layer.length -= n
+        left = kv.next_position - n
+        while kv.next_position > left:  # a ring shows earlier tokens again, a window at a time
+            kv.crop(max(0, kv.seq_len - (kv.next_position - left)))
+        self.count(left)
 
     def rollback(self) -> None:
         """Drop tokens that not all layers hold."""
         self.release_rows()
         if self.kv is not None:
             self.kv.rollback()
-            for layer in self.layers:
-                layer.length = self.kv.next_position
+            self.count(self.kv.next_position)
 
     def clear(self) -> None:
         """Drop all tokens."""
@@ -171,24 +196,34 @@ class Group:
         if self.kv is not None:
             self.kv.clear()
         self.oldest = 0
-        for layer in self.layers:
-            layer.length = 0
+        self.count(0)
+
+    def end(self) -> None:
+        """Give the memory back, except under views."""
+        kv, self.kv, self.dims, self.oldest = self.kv, None, (0, 0, 0, 0), 0
+        self.count(0)
+        self.drop_rows()
+        if kv is not None:
+            kv.__exit__()
+
+    def drop_rows(self) -> None:
+        """Drop the tensors over all rows; the next token makes them again."""
+        self.rows[:] = [None] * len(self.rows)
 
     def release_rows(self) -> None:
         """Drop the tensors over rows if they would keep memory from being given back."""
-        for layer in self.layers:
-            if self.kv is None or self.kv.grow:
-                layer.drop_rows()
+        if self.kv is None or self.kv.grow:
+            self.drop_rows()
 
-    def reorder(self, source: npt.NDArray[np.int64]) -> None:
-        """Give each stream the tokens of another, in place."""
+    def reorder(self, source: npt.NDArray[np.int64], layers: Sequence[int] | None = None) -> None:
+        """Give each stream the tokens of another, in place, in all layers or some."""
         kv = self.kv
         moved = np.flatnonzero(source != np.arange(len(source)))
         if kv is None or not moved.size:
             return
         n = kv.next_position if self.window is None else kv.n_rows
-        for layer in self.layers:
-            for rows in kv._body._all_rows(layer.index):
+        for layer in range(len(self.lengths)) if layers is None else layers:
+            for rows in kv._body._all_rows(layer):
                 held = rows[:, :, :n]
                 held[moved] = held[source[moved]]
 
@@ -197,13 +232,13 @@ class Group:
         kv = self.kv
         if kv is None:
             return None
-        made = self.make(len(source), kv.n_kv_heads, kv.head_dim, kv.dtype, budget_bytes)
+        made = self.make((len(source), *self.dims[1:]), (kv.dtype, kv.v_dtype), budget_bytes)
         n, position = kv.seq_len, kv.next_position
         row = 0 if self.window is None else (position - n) % made.n_rows
         try:
             made._body._begin_restore(position, n)
-            for layer in self.layers:
-                parts = zip(made._body._all_rows(layer.index), kv.layer(layer.index), strict=True)
+            for layer in range(len(self.lengths)):
+                parts = zip(made._body._all_rows(layer), kv.layer(layer), strict=True)
                 for new, old in parts:
                     new[:, :, row : row + n] = old[source]
             made._body._finish_restore(position, n)
@@ -220,16 +255,19 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
     is_croppable = True
 
     def __init__(self, owner: Any, group: Group, index: int) -> None:
-        self._owner = owner
+        self._owner = weakref.ref(owner)  # no cycle, so that a dropped cache is freed at once
         self.group = group
         self.index = index  # in its group
-        self.length = 0  # all tokens so far, also those that a window has dropped
-        self._rows: Tensors | None = None  # of all rows, made once
 
     def __repr__(self) -> str:
         window = self.group.window
         kind = "full" if window is None else f"window of {window}"
         return f"Layer({kind}, {self.length} tokens)"
+
+    @property
+    def length(self) -> int:
+        """All tokens so far, also those that a window has dropped."""
+        return self.group.lengths[self.index]
 
     @property
     def is_sliding(self) -> bool:
@@ -255,18 +293,32 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
         kv = self.group.kv
         if kv is None or self.length == 0:
             return None
-        dtype = "float32" if block_values(kv.dtype) > 1 else None
-        shown = as_tensor(kv.layer(self.index, dtype=dtype)[part])
-        window = self.group.window
-        return shown if window is None else shown[:, :, max(0, shown.shape[2] - window + 1) :]
+        blocks = max(map(block_values, (kv.dtype, kv.v_dtype))) > 1
+        return self._past(kv, torch.float32 if blocks else None)[part]
 
-    def drop_rows(self) -> None:
-        """Drop the tensors over all rows; the next token makes them again."""
-        self._rows = None
+    def _past(self, kv: KVCache, dtype: torch.dtype | None) -> Tensors:
+        """Return K and V that the next token may attend to, converted if there is a type."""
+        wanted = None if dtype is None else _DTYPES[dtype]
+        parts = kv.layer(self.index, dtype="float32" if kv.rotate else wanted)
+        if kv.rotate:  # queries are not rotated
+            parts = rotate_heads(parts[0], "k"), rotate_heads(parts[1], "v")
+        window = self.group.window
+        k, v = (
+            shown if window is None else shown[:, :, max(0, shown.shape[2] - window + 1) :]
+            for shown in map(as_tensor, parts)
+        )
+        return (k, v) if dtype is None else (k.to(dtype), v.to(dtype))
+
+    def _cache(self) -> Any:
+        """Return the cache that the layer is one of."""
+        owner = self._owner()
+        if owner is None:
+            raise ClosedError("KVCache: expected a live cache, got a layer of one that is gone")
+        return owner
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make the caches for tokens like these, ``[batch, heads, n, head_dim]``."""
-        self._owner._start(self.group, key_states, value_states)
+        self._cache()._start(self.group, key_states, value_states)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -276,7 +328,8 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
         Parameters
         ----------
         key_states, value_states : torch.Tensor
-            ``[batch, heads, n, head_dim]``, on the CPU, without gradients.
+            ``[batch, heads, n, head_dim]``, on the CPU, without gradients. Heads of K and V may
+            differ in size.
 
         Returns
         -------
@@ -293,23 +346,32 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
         CacheFull, CapacityError, MemoryError, PlacementError
             As `unimem.KVCache.append`. No token was appended.
         """
-        group = self.group
-        batch, heads, n, head_dim = key_states.shape
-        if group.dims != (batch, heads, head_dim) or value_states.shape != key_states.shape:
+        group, n = self.group, key_states.shape[2]
+        wanted = dims_of(key_states, value_states)
+        if group.dims != wanted or value_states.shape[:3] != key_states.shape[:3]:
             self.lazy_initialization(key_states, value_states)
         if key_states.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 "KVCache.update: expected tokens without gradients, which a cache does not keep: "
                 "call the model under torch.no_grad()"
             )
-        kv, window = group.require(), group.window
-        if _NAMES.get(key_states.dtype) != kv.dtype:
+        try:
+            return self._append(group.require(), key_states, value_states)
+        except CacheFull as error:
+            if self.length + n > group.require().max_seq_len:
+                error.message += "; max_seq_len= makes room for more"
+            raise
+
+    def _append(self, kv: KVCache, key_states: torch.Tensor, value_states: torch.Tensor) -> Tensors:
+        """Append tokens that fit the cache, and return all that they attend to."""
+        group, window, n = self.group, self.group.window, key_states.shape[2]
+        if kv.rotate or not (_NAMES.get(key_states.dtype) == kv.dtype == kv.v_dtype):
             return self._append_converted(kv, key_states, value_states)
         if window is not None and window - 1 + n > kv.n_rows:
             return self._append_far(kv, key_states, value_states)
         if n == 1 and _is_plain(key_states) and _is_plain(value_states, key_states.dtype):
             row = kv._body._append_token(self.index, key_states.data_ptr(), value_states.data_ptr())
-            self.length += 1
+            group.lengths[self.index] += 1
             keys, values = self._rows_to(kv, row + 1)
         else:
             row = kv._body._append_begin(self.index, n)
@@ -317,7 +379,7 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
             keys.narrow(2, row, n).copy_(key_states)
             values.narrow(2, row, n).copy_(value_states)
             kv._body._append_end(self.index, n)
-            self.length += n
+            group.lengths[self.index] += n
         first, end = 0, row + n
         if window is not None:
             first = end - min(self.length, window - 1 + n)
@@ -327,12 +389,12 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
 
     def _rows_to(self, kv: KVCache, end: int) -> Tensors:
         """Return tensors of all usable rows, at least up to `end`."""
-        rows = self._rows
+        rows = self.group.rows[self.index]
         if rows is None or rows[0].shape[2] < end:
             # Inference tensors could not be written in another mode.
             with torch.inference_mode(False):
                 k, v = kv._body._all_rows(self.index)
-                rows = self._rows = as_tensor(k), as_tensor(v)
+                rows = self.group.rows[self.index] = as_tensor(k), as_tensor(v)
         return rows
 
     def _append_far(
@@ -349,22 +411,19 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
         for rows, given in zip(kv._body._all_rows(self.index), states, strict=True):
             as_tensor(rows).narrow(2, row, kept).copy_(given[:, :, n - kept :])
         kv._body._append_end(self.index, n)
-        self.length += n
+        self.group.lengths[self.index] += n
         return shown
 
     def _append_converted(
         self, kv: KVCache, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> Tensors:
         """Append to a cache of another type, and return converted copies."""
-        dtype, window = _DTYPES[key_states.dtype], self.group.window
         shown = key_states, value_states
-        if self.length and window != 1:
-            past = [as_tensor(part) for part in kv.layer(self.index, dtype=dtype)]
-            if window is not None:
-                past = [part[:, :, max(0, part.shape[2] - window + 1) :] for part in past]
+        if self.length and self.group.window != 1:
+            past = self._past(kv, key_states.dtype)
             shown = torch.cat([past[0], key_states], 2), torch.cat([past[1], value_states], 2)
         kv.append(self.index, _as_array(key_states), _as_array(value_states))
-        self.length += key_states.shape[2]
+        self.group.lengths[self.index] += key_states.shape[2]
         return shown
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -378,5 +437,48 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
         return self.length
 
     def get_max_length(self) -> int:
-        """Return the most tokens that the layer holds."""
-        return self.group.window or self.group.options.max_seq_len
+        """Return the most tokens that the layer holds, or -1 if there is no limit."""
+        return self.group.window or self.group.options.max_seq_len or -1
+
+    # ---- what transformers asks of its own layers ----
+
+    device = torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The type of the keys, or None."""
+        keys = self.keys
+        return None if keys is None else keys.dtype
+
+    def offload(self) -> None:
+        """Do nothing: the rows are in main memory."""
+
+    def prefetch(self) -> None:
+        """Do nothing: the rows are in main memory."""
+
+    def reset(self) -> None:
+        """Drop all tokens of the cache, since layers of one kind go together."""
+        self._cache().reset()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Give each stream i of this layer the tokens of stream ``beam_idx[i]``, in place."""
+        self.group.reorder(beam_idx.detach().cpu().numpy().astype(np.int64), [self.index])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raise NotImplementedError, since layers of one kind go together."""
+        raise _together("crop")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Raise NotImplementedError, since layers of one kind go together."""
+        raise _together("batch_repeat_interleave")
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Raise NotImplementedError, since layers of one kind go together."""
+        raise _together("batch_select_indices")
+
+
+def _together(call: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"Layer.{call}: expected a call for all layers, which share memory, got one for a layer: "
+        f"use the cache's {call}"
+    )

@@ -11,6 +11,7 @@ import os
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -109,11 +110,17 @@ def _files_beside(path: str) -> list[str]:
 
 
 def restore(
-    groups: Sequence[Group], path: str | os.PathLike[str], tokens: Ids, model: str, **options: Any
+    groups: Sequence[Group],
+    path: str | os.PathLike[str],
+    tokens: Ids,
+    model: str,
+    *,
+    mapped: bool,
+    verify: bool | None,
 ) -> list[KVCache]:
     """Make the caches of all groups of a model, in their order, from files of `save`.
 
-    `options` are those of `unimem.KVCache.restore`.
+    The files of full attention are mapped, or read into caches as the groups make them.
     """
     file = file_path(path)
     facts = snapshot.describe(file)
@@ -140,23 +147,57 @@ def restore(
             rule = "the tokens of its second stream, or of a further one, are no prefix of those"
             raise SnapshotError(f"{rule} given: restore without tokens=, or begin anew", path=file)
     row = None if ids is None else ids[0]
-    made: dict[int, KVCache] = {}
+    files = {
+        id(group): file if i == 0 else _beside(file, f"{there[2]}-{i - 1}")
+        for i, group in enumerate(_main_first(groups))
+    }
+    made: list[KVCache] = []
     try:
-        for i, group in enumerate(_main_first(groups)):
-            name = file if i == 0 else _beside(file, f"{there[2]}-{i - 1}")
-            kv = KVCache.restore(name, tokens=row, model=wanted, **options)
-            made[id(group)] = kv
-            _check(kv, group, name)
+        for group in groups:
+            made.append(_restored(group, files[id(group)], made, row, wanted, mapped, verify))
+            _check(made[-1], group, files[id(group)])
     except BaseException:
-        for kv in made.values():
+        for kv in made:
             kv.__exit__()
         raise
-    return [made[id(group)] for group in groups]
+    return made
+
+
+def _restored(
+    group: Group,
+    path: str,
+    before: Sequence[KVCache],
+    tokens: npt.NDArray[np.int64] | None,
+    model: str | None,
+    mapped: bool,
+    verify: bool | None,
+) -> KVCache:
+    """Make the cache of a group, beside those that are made already."""
+    facts = snapshot.describe(path)
+    if facts.window != group.window or facts.n_layers != len(group.lengths):
+        rule = f"{len(group.lengths)} layers of window {group.window}"
+        got = f"{facts.n_layers} of window {facts.window}"
+        raise SnapshotError(f"expected {rule}, got {got}: save anew", path=path)
+    dtypes = facts.dtype, facts.v_dtype
+    group.options = replace(group.options, dtype=dtypes, rotate=facts.rotate)
+    if mapped and group.window is None:
+        return KVCache.restore(path, tokens=tokens, model=model, verify=verify)
+    budget = group.options.budget_bytes
+    if budget is not None:
+        budget -= sum(kv.capacity_bytes for kv in before)
+    dims = facts.batch, facts.n_kv_heads, facts.head_dim, facts.v_head_dim
+    kv = group.make(dims, dtypes, budget)
+    try:
+        snapshot.read_into(kv, path, tokens, model)
+    except BaseException:
+        kv.__exit__()
+        raise
+    return kv
 
 
 def _check(kv: KVCache, group: Group, path: str) -> None:
     """Raise SnapshotError for a cache that does not fit the group's layers."""
-    expected = {"n_layers": len(group.layers), "window": group.window, "order": "head"}
+    expected = {"n_layers": len(group.lengths), "window": group.window, "order": "head"}
     for name, wanted in expected.items():
         if (got := getattr(kv, name)) != wanted:
             rule = f"expected a cache with {name}={wanted!r}, got {got!r}: save anew"

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from unimem.kv.store.store import KVStore
 from unimem.transformers.layers import Group
 
-__all__ = ["check_store", "first_keys", "put", "restore"]
+__all__ = ["check_store", "first_tokens", "put", "restore"]
 
 Ids = npt.NDArray[np.int64]
 
@@ -29,13 +29,17 @@ def check_store(store: Any) -> KVStore:
     return store
 
 
-def first_keys(model: PreTrainedModel) -> torch.Tensor:
-    """Return keys of no tokens, ``[1, heads, 0, head_dim]``, as the model will give them."""
+def first_tokens(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return K and V of no tokens, ``[1, heads, 0, head_dim]``, as the model will give them."""
     config = model.config.get_text_config(decoder=True)
     n_heads = config.num_attention_heads
     heads = getattr(config, "num_key_value_heads", None) or n_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // n_heads
-    return torch.empty(1, heads, 0, head_dim, dtype=model.dtype)
+    head_dim = v_head_dim = getattr(config, "head_dim", None) or config.hidden_size // n_heads
+    if getattr(config, "kv_lora_rank", None):  # of latent keys, whole ones are kept
+        heads, v_head_dim = n_heads, config.v_head_dim
+        head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+    k, v = (torch.empty(1, heads, 0, size, dtype=model.dtype) for size in (head_dim, v_head_dim))
+    return k, v
 
 
 def put(groups: Sequence[Group], store: KVStore, ids: Ids, model: str) -> int:

@@ -456,9 +456,13 @@ def _check_part(model: ModelFiles, part: ModelFile, i: int, count: int) -> None:
     keys, firsts = part.header.keys(), first.keys()
     # Each part has these keys, or only those of the split.
     for key in ("split.tensors.count", "general.architecture", "general.name"):
-        if key in keys and (
-            key not in firsts or part.header.value(keys[key]) != first.value(firsts[key])
-        ):
+        if key not in keys:
+            continue
+        own, other = (
+            part.header.value(keys[key]),
+            first.value(firsts[key]) if key in firsts else None,
+        )
+        if type(own) is not type(other) or not np.array_equal(np.asarray(own), np.asarray(other)):
             _refuse_part(part, f"its {key} is not that of the first part")
 
 

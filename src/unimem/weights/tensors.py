@@ -238,8 +238,8 @@ class StreamedTensor(Tensor):
         numpy.ndarray
             Read-only, with a slot for each first index: behind it the dtype and the shape of one
             piece as in `Tensor.as_array`. What a slot holds changes with each `ensure`. It shows
-            the slots of now: take it anew after `Stream.resize`, since slots that went read as
-            zeros.
+            the slots of now: take it anew after `Stream.resize`, and after a prompt of a decoder
+            over the same weights, which may move slots; slots that went read as zeros.
 
         Raises
         ------

@@ -344,6 +344,23 @@ def test_a_merge_that_is_no_token_is_spelled(bpe: Vocab) -> None:
     assert tokenizer.encode("xyz") == [bpe.tokens.index(char) for char in "xyz"]
 
 
+def test_a_text_of_many_of_very_many_special_tokens() -> None:
+    """Each token of the vocabulary was looked for in every piece of the text: minutes for this."""
+    names = [f"<token {i}>" for i in range(200_000)]
+    tokenizer = Tokenizer.from_metadata({
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": ["a", *names, "<tok", "en"],
+        "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.token_type": [1, *[4] * (len(names) + 2)],
+        "tokenizer.ggml.add_bos_token": False,
+    })  # fmt: skip
+    found = tokenizer.encode("a<token" + "a".join(names[:20_000]) + "<token 1")
+    expected = [1, 0] + [i for n in range(1, 20_000) for i in (n + 1, 0)]
+    assert found[:3] == [0, len(names) + 1, len(names) + 2]
+    assert found[3 : 3 + len(expected) - 1] == expected[:-1]
+    assert found[-2:] == [len(names) + 1, len(names) + 2]
+
+
 VALUES = st.one_of(
     st.none(),
     st.booleans(),

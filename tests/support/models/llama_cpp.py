@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from ctypes import c_bool, c_void_p, create_string_buffer
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,6 +124,35 @@ def rows(
     return found
 
 
+class LlamaState(NamedTuple):
+    """A state as llama.cpp gives it, and logits after some more tokens."""
+
+    blob: NDArray[np.uint8]
+    logits: NDArray[np.float32]
+
+
+def states(model: Path, prompt: list[int], n: int, **options: Any) -> LlamaState:
+    """Compute n tokens of a prompt, take the state, and compute the rest; `options` of `_begin`."""
+    with tempfile.TemporaryDirectory() as folder:
+        given = {"prompt": prompt, "n": n, "out": f"{folder}/out.npz"}
+        _run("states", {"model": str(model), "ctx": 1024, "kv_dtype": "f16"} | given | options)
+        with np.load(f"{folder}/out.npz") as data:
+            return LlamaState(data["blob"], data["logits"])
+
+
+def continued(
+    model: Path, blob: bytes, tokens: list[int], **options: Any
+) -> NDArray[np.float32] | None:
+    """Return the logits after tokens that follow a state; None if llama.cpp refuses the state."""
+    with tempfile.TemporaryDirectory() as folder:
+        state, out = f"{folder}/in.npy", f"{folder}/out.npy"
+        np.save(state, np.frombuffer(blob, np.uint8))
+        given = {"model": str(model), "ctx": 1024, "kv_dtype": "f16", "tokens": tokens}
+        _run("continue", given | {"state": state, "out": out} | options)
+        found = np.load(out)
+        return found if found.size else None
+
+
 def quantize(source: Path, target: Path, ftype: int = Q4_K_M) -> Path:
     """Quantize a model with llama.cpp's own quantizer."""
     _run("quantize", {"source": str(source), "target": str(target), "ftype": ftype})
@@ -209,6 +238,8 @@ def _begin(
     repack: bool = False,
     keeps_all: bool = False,
     threads: int = 1,
+    flash: bool = True,
+    n_streams: int | None = None,
 ) -> Conversation:
     """Return a context of a model, as it lies in its file or repacked.
 
@@ -216,8 +247,8 @@ def _begin(
     """
     k, _, v = kv_dtype.partition(",")
     given = options(
-        Flags(repack=repack, load_mode="mmap", flash=True, ubatch=BATCH),
-        **{"n_ctx": ctx, "n_threads": threads, "keeps_all": keeps_all},
+        Flags(repack=repack, load_mode="mmap", flash=flash, ubatch=BATCH),
+        **{"n_ctx": ctx, "n_threads": threads, "keeps_all": keeps_all, "n_streams": n_streams},
         **{"type_k": KV_TYPES[k], "type_v": KV_TYPES[v or k]},
     )
     return Conversation(PeerModel(Library(library), model, given), given)
@@ -253,6 +284,23 @@ def _rows(*, prompt: list[int], kv: list[str], out: str, **where: Any) -> None:
         talk = _begin(ctx=256, kv_dtype=kv_dtype, **where)
         talk.decode(prompt)
         np.save(f"{out}/{kv_dtype}.npy", talk.state())
+
+
+def _states(*, prompt: list[int], n: int, out: str, **where: Any) -> None:
+    talk = _begin(**where)
+    talk.decode(prompt[:n])
+    state = talk.state()
+    np.savez(out, blob=state, logits=talk.decode(prompt[n:]))
+
+
+def _continue(*, state: str, tokens: list[int], out: str, **where: Any) -> None:
+    talk = _begin(**where)
+    try:
+        talk.set_state(np.load(state))
+    except RuntimeError:
+        np.save(out, np.empty(0, np.float32))
+    else:
+        np.save(out, talk.decode(tokens))
 
 
 def _quantize(*, library: str, source: str, target: str, ftype: int) -> None:
@@ -311,6 +359,7 @@ def _tokenize(*, library: str, model: str, texts: str) -> None:
 if __name__ == "__main__":
     commands: dict[str, Callable[..., None]] = {
         **{"greedy": _greedy, "follow": _follow, "rows": _rows, "quantize": _quantize},
+        **{"states": _states, "continue": _continue},
         **{"hold": _hold, "repack": _repack, "tokenize": _tokenize},
     }
     commands[sys.argv[1]](**json.loads(sys.argv[2]))

@@ -25,6 +25,7 @@ MODULES: Final = (
     "unimem.engine",
     "unimem.kv.prefix",
     "unimem.kv.snapshot",
+    "unimem.llama_cpp",
     "unimem.ray",
     "unimem.system.limits",
     "unimem.torch",

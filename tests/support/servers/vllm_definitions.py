@@ -29,11 +29,14 @@ EMPTY = tuple(
     vllm.distributed.kv_transfer vllm.distributed.kv_transfer.kv_connector
     vllm.distributed.kv_transfer.kv_connector.v1
     vllm.distributed.kv_transfer.kv_connector.v1.offloading vllm.utils
+    vllm.distributed.device_communicators vllm.v1.kv_offload.cpu
 """.split()
 )
 # The definitions import unused names from these modules: metrics, and code for GPUs.
 UNUSED = {
-    "vllm.v1.kv_offload.cpu.shared_offload_region": "SharedOffloadRegion",
+    "vllm.distributed.device_communicators.cuda_wrapper": "CudaRTLibrary",
+    "vllm.distributed.device_communicators.shm_broadcast": "check_shm_free_space",
+    "vllm.v1.kv_offload.cpu.gpu_worker": "CPUOffloadingWorker",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics": "OffloadingConnectorStats",
     "vllm.v1.kv_hints": "KvHintsEnvelope",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping": (
@@ -72,11 +75,13 @@ def imported() -> Iterator[None]:
     for name, unused in UNUSED.items():
         sys.modules[name] = types.ModuleType(name)
         setattr(sys.modules[name], unused, MagicMock)
-    ours = ["vllm", "unimem.vllm"]
+    platforms: Any = types.ModuleType("vllm.platforms")
+    platforms.current_platform = types.SimpleNamespace(is_cpu=lambda: True, device_type="cpu")
+    sys.modules["vllm.platforms"] = platforms
+    vars(sys.modules["vllm"])["__version__"] = "0.33.0"
+    ours = ["vllm", "unimem.vllm", "unimem.vllm.cpu_offloading", "unimem.vllm.tier"]
     if importlib.util.find_spec("torch") is None:  # the definitions import names of types
-        torch: Any = types.ModuleType("torch")
-        torch.__getattr__ = lambda _: object
-        sys.modules["torch"] = torch
+        sys.modules["torch"] = MagicMock()
         ours.append("torch")
     try:
         yield

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from unimem.errors import CapacityError
 from unimem.system.limits import Limit
 from unimem.system.pressure import wanted_room
-from unimem.weights.stream.budget import Pool, choose_budget, plan_budget
+from unimem.weights.stream.budget import Pool, choose_budget, move_slots, plan_budget
 from unimem.weights.stream.piece_table import PieceKind
 
 KEPT = 10_000
@@ -21,7 +21,7 @@ GIB = 1 << 30
 
 
 def pool(n: int, least: int, slot: int, step: int = 1) -> Pool:
-    return Pool(PieceKind((slot,), n, least), slot, step)
+    return Pool(PieceKind((slot,), n, least, least), slot, step)
 
 
 class Limits:
@@ -92,3 +92,34 @@ def test_by_default_an_eighth_of_the_least_room_stays_free() -> None:
 
 def test_a_share_is_of_the_limit() -> None:
     assert plan_budget("m", "25%", 0, [pool(1000, 2, GIB)], Limits(GIB)).slots == (16,)
+
+
+@given(st.lists(POOLS, min_size=1, max_size=4), st.data())
+def test_slots_move_within_the_budget(pools: list[Pool], data: Any) -> None:
+    least = KEPT + sum(each.least_bytes for each in pools)
+    found = plan_budget("m", data.draw(st.integers(least, 3 * least)), KEPT, pools)
+    for _ in range(4):
+        fetched = [data.draw(st.integers(0, 10_000)) for _ in pools]
+        found = move_slots(found, fetched)
+        assert KEPT + found.slot_bytes <= found.nbytes
+        for each, n in zip(pools, found.slots, strict=True):
+            assert each.kind.block_slots <= n <= each.kind.n_pieces
+
+
+@pytest.mark.parametrize(
+    ("fetched", "slots"),
+    [
+        ((100, 900), (44, 56)),
+        ((900, 100), (56, 44)),
+        ((900, 1100), (50, 50)),  # by chance
+        ((10, 200), (50, 50)),  # too few
+        ((0, 400), (44, 56)),
+    ],
+)
+def test_slots_move_to_where_they_save_reads(fetched: Any, slots: Any) -> None:
+    found = plan_budget("m", KEPT + 100_000, KEPT, (pool(100, 8, 1000), pool(100, 8, 1000)))
+    assert found.slots == (50, 50)
+    assert move_slots(found, fetched).slots == slots
+    for _ in range(50):
+        found = move_slots(found, (0, 400))
+    assert found.slots == (8, 92)

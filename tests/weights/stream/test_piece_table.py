@@ -29,7 +29,7 @@ def experts(block: int, offset: int, n: int = 4, nbytes: int = 400) -> list[Tens
 def test_an_expert_has_its_part_of_each_tensor() -> None:
     rows = [row("token_embd.weight", (8,), 0, 100), row("blk.0.ffn_up_shexp.weight", (8,), 1, 5)]
     table = find_pieces([*experts(0, 1000), *rows, *experts(1, 50_000)], n_used=3)
-    assert table.kinds == (PieceKind((100, 100), 8, 3),)
+    assert table.kinds == (PieceKind((100, 100), 8, 3, 4),)
     assert table.blocks == (
         BlockPieces(0, 0, 4, ((0, 11_000), (0, 1000))),  # by name: down, gate
         BlockPieces(0, 4, 4, ((0, 60_000), (0, 50_000))),
@@ -45,7 +45,7 @@ def test_an_expert_has_its_part_of_each_tensor() -> None:
 
 def test_experts_of_another_size_have_their_own_pool() -> None:
     table = find_pieces([*experts(0, 0), *experts(1, 50_000, nbytes=800)], n_used=2)
-    assert table.kinds == (PieceKind((100, 100), 4, 2), PieceKind((200, 200), 4, 2))
+    assert table.kinds == (PieceKind((100, 100), 4, 2, 4), PieceKind((200, 200), 4, 2, 4))
     assert [block.kind for block in table.blocks] == [0, 1]
 
 
@@ -88,7 +88,7 @@ def test_without_experts_a_block_is_a_piece_of_runs_of_its_file() -> None:
     ]
     table = find_pieces(rows, None)
     assert not table.has_experts
-    assert table.kinds == (PieceKind((164, 70), 2, 2),)
+    assert table.kinds == (PieceKind((164, 70), 2, 2, 1),)
     assert table.blocks == (
         BlockPieces(0, 0, 1, ((0, 1000), (0, 9000))),
         BlockPieces(0, 1, 1, ((0, 20_000), (1, 0))),

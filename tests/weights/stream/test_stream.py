@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unimem as um
+from support.files import gguf_files as gf
 from support.files import streamed_models as models
 from support.files.weight_bytes import leaves_no_descriptor
 from support.processes.at_once import at_once
@@ -129,6 +130,37 @@ def test_slots_are_given_back_to_the_least(weights: um.Weights) -> None:
     models.check(gate, [6, 7])
     stream.resize()
     assert weights.mapped_bytes == whole
+
+
+def test_slots_move_to_the_pool_that_misses_more(tmp_path: Path) -> None:
+    """Layers 2 and 3 use two of their experts, the others all alike."""
+    shape = models.mixture(4)
+    for i in (2, 3):
+        shape[f"blk.{i}.ffn_down_exps.weight"] = (96, 64, 8), gf.F16
+    path = models.write(tmp_path / "m.gguf", shape, n_used=2)
+    with um.open_weights(path, load="stream") as w:
+        stream, rng = models.stream(w), np.random.default_rng(1)
+        found = [models.tensor(w, f"blk.{i}.ffn_down_exps.weight") for i in range(4)]
+        stream.resize((stream.least_bytes + stream.budget_bytes) // 2)
+        stream._move_slots()
+        before = [len(tensor.pool) for tensor in found]
+        assert before[0] < 16
+        for _ in range(300):
+            for i, tensor in enumerate(found):
+                tensor.ensure(rng.choice(2 if i > 1 else 8, 2, replace=False))
+        stream._move_slots()  # a piece that is held may be in the way
+        stream._holder().release()
+        stream._move_slots()
+        after = [len(tensor.pool) for tensor in found]
+        assert after[0] > before[0]
+        assert after[2] < before[2]
+        assert weight_bytes() == w.mapped_bytes <= stream.budget_bytes
+        for tensor in found:
+            models.check(tensor, [7, 0])
+
+
+def weight_bytes() -> int:
+    return sum(row.nbytes for row in um.report().rows if row.category.startswith("weights:"))
 
 
 def test_slots_go_before_all_else(weights: um.Weights) -> None:

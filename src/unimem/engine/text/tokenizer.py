@@ -21,6 +21,7 @@ import numpy as np
 
 from unimem.base.arguments import flag, integer, string
 from unimem.base.install_hint import install_hint
+from unimem.base.turns import Turn
 from unimem.engine.text.pre_tokenizers import (
     PRE_TOKENIZERS,
     PreTokenizer,
@@ -173,11 +174,13 @@ class Tokenizer:
 
         # The longest are first; control tokens count only if the caller asks for them.
         matched = {_UNKNOWN, _CONTROL, _USER_DEFINED}
-        self._special = sorted(
+        special = sorted(
             (i for text, i in ids.items() if self._types[i] in matched),
             key=lambda i: (-len(self._texts[i].encode()), i),
         )
-        self._user_defined = [i for i in self._special if self._types[i] == _USER_DEFINED]
+        user_defined = [i for i in special if self._types[i] == _USER_DEFINED]
+        self._special = _Special(self._texts, special)
+        self._user_defined = _Special(self._texts, user_defined)
         self._strip_front, self._strip_behind = self._find_strips(metadata, ids)
 
     @classmethod
@@ -235,7 +238,7 @@ class Tokenizer:
                 if token is not None:
                     return frozenset({ids[token]} if token in ids else ()), frozenset()
                 keep = {ids.get(text) for text in _STRIP_NOTHING}
-                return frozenset(), frozenset(i for i in self._special if i not in keep)
+                return frozenset(), frozenset(i for i in self._special.ids if i not in keep)
         return frozenset(), frozenset()
 
     def encode(self, text: str, *, add_bos: bool | None = None, special: bool = False) -> list[int]:
@@ -282,30 +285,28 @@ class Tokenizer:
                 after_special = False
         return output
 
-    def _cut(self, text: str, special_ids: Sequence[int]) -> list[str | int]:
-        """Cut a text at the special tokens in it, in the order of `special_ids`."""
-        parts: list[str | int] = [text] if text else []
-        for i in special_ids:
-            special = self._texts[i]
-            if special not in text:
-                continue  # nearly always
-            cut: list[str | int] = []
-            for part in parts:
-                if isinstance(part, int):
-                    cut.append(part)
-                    continue
-                if i in self._strip_behind:
-                    pieces = re.split(rf"{re.escape(special)}[{_STRIPPED}]*", part)
-                else:
-                    pieces = part.split(special)
-                if i in self._strip_front:
-                    pieces[:-1] = [piece.rstrip(_STRIPPED) for piece in pieces[:-1]]
-                for piece in pieces[:-1]:
-                    cut += [piece, i] if piece else [i]
-                if pieces[-1]:
-                    cut.append(pieces[-1])
-            parts = cut
-        return parts
+    def _cut(self, text: str, special: _Special) -> list[str | int]:
+        """Cut a text at the special tokens in it: the longest first, wherever they are."""
+        taken = bytearray(len(text))
+        cuts = []
+        for _, place, token in sorted(special.find(text)):
+            start, end = place, place + len(self._texts[token])
+            if taken.find(1, start, end) >= 0:
+                continue
+            if token in self._strip_front:
+                while start and not taken[start - 1] and text[start - 1] in _STRIPPED:
+                    start -= 1
+            if token in self._strip_behind:
+                while end < len(text) and not taken[end] and text[end] in _STRIPPED:
+                    end += 1
+            taken[start:end] = b"\1" * (end - start)
+            cuts.append((start, end, token))
+        parts: list[str | int] = []
+        at = 0
+        for start, end, token in sorted(cuts):
+            parts += [text[at:start], token] if at < start else [token]
+            at = end
+        return [*parts, text[at:]] if at < len(text) else parts
 
     def decode(self, tokens: Iterable[int], *, special: bool = False) -> str:
         """Return the text of token ids.
@@ -362,6 +363,26 @@ class Tokenizer:
         return (text.replace(_SPACE, " ") if self._writes_spaces else text).encode()
 
 
+class _Special:
+    """Tokens that are looked for in a text, in their order. Finding costs little for many, too."""
+
+    def __init__(self, texts: Sequence[str], ids: Sequence[int]) -> None:
+        self.ids = ids
+        self._found = {texts[i]: (rank, i) for rank, i in enumerate(ids)}
+        lengths: dict[str, set[int]] = {}
+        for text in self._found:
+            lengths.setdefault(text[0], set()).add(len(text))
+        self._lengths = lengths  # by the first character
+
+    def find(self, text: str) -> Iterable[tuple[int, int, int]]:
+        """Yield the rank, the place and the id of each token in a text; they may overlap."""
+        for start, first in enumerate(text):
+            for length in self._lengths.get(first, ()):
+                found = self._found.get(text[start : start + length])
+                if found is not None:
+                    yield found[0], start, found[1]
+
+
 class TokenStream:
     """The text of one token after another, never cut within a character. For one thread."""
 
@@ -408,13 +429,17 @@ def _sentencepiece(
     # normalizer_spec: add_dummy_prefix (3), remove_extra_whitespaces (4), escape_whitespaces (5)
     # = false, and no character map.
     model += _message(0x1A, b"\x18\x00\x20\x00\x28\x00")
+    # The library computes without the interpreter's lock. The end of the interpreter takes the
+    # turn: ending a thread within the library would abort the process.
+    turn = Turn()
     try:
         processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     except RuntimeError as error:
         raise ValueError(f"tokenizer.ggml.tokens: SentencePiece refuses them: {error}") from error
 
     def merge(text: str) -> list[int]:
-        found: list[int] = processor.encode(text.replace(" ", _SPACE))
+        with turn:
+            found: list[int] = processor.encode(text.replace(" ", _SPACE))
         return [i if i < n_vocab else instead[i - n_vocab] for i in found] if missing else found
 
     return merge

@@ -61,7 +61,10 @@ class EngineChunks:
             tier.touch(identities, used_ns or time.time_ns())
 
     def put(self, key: bytes, data: NDArray[np.uint8], used_ns: int | None = None) -> bool:
-        """Keep a chunk, ``uint8 [chunk_bytes]``, in each tier that lacks it; False without room."""
+        """Keep a chunk, ``uint8 [chunk_bytes]``, in each tier that lacks it; False without room.
+
+        It makes room by chunks that were used before `used_ns`, which is now by default.
+        """
         identity, tiers = self.identity(key), self._store._tiers
         lacking = [tier for tier in tiers if not tier.has(identity)]
         if not lacking:

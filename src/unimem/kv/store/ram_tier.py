@@ -486,7 +486,8 @@ def _keep(path: str) -> int:
 def _remove_unkept(path: str, fd: int) -> None:
     import shutil
 
-    with suppress(OSError):  # another process has it, or it is another folder by now
+    # Another process has it, it is another folder by now, or somebody has made it very deep.
+    with suppress(OSError, RecursionError):
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.stat(path), os.fstat(fd)):
             shutil.rmtree(path)
@@ -500,6 +501,7 @@ def _sweep(root: str) -> None:
             with suppress(OSError):
                 fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
                 try:
-                    _remove_unkept(path, fd)
+                    if os.fstat(fd).st_uid == os.geteuid():  # any user may take the name
+                        _remove_unkept(path, fd)
                 finally:
                     os.close(fd)

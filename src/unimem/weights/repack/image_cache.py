@@ -224,7 +224,8 @@ class ImageCache:
         """Begin an image, and remove the least recently used images to make room.
 
         The room on the disk is allocated; the caller writes (`write_image`) and publishes the file.
-        `model` is the path of the model, for `images`.
+        `model` is the path of the model, for `images`. Whoever may read the model may read the
+        image, if the folder lets them.
 
         Raises
         ------
@@ -251,7 +252,7 @@ class ImageCache:
             if not stat.S_ISREG(os.lstat(path).st_mode):  # NewFile would not replace it
                 os.unlink(path)
         with ExitStack() as undo:
-            new = undo.enter_context(NewFile(path))
+            new = undo.enter_context(NewFile(path, _mode_of(model)))
             new.allocate(nbytes)
             undo.pop_all()
         return new
@@ -323,6 +324,13 @@ def _unlock(path: str, fd: int) -> None:
     with suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)  # a forked child has the descriptor, too
     os.close(fd)
+
+
+def _mode_of(model: str) -> int:
+    """Return the mode of an image: others may read it if they may read the model."""
+    with suppress(OSError, ValueError):
+        return 0o600 | stat.S_IMODE(os.stat(model).st_mode) & 0o044
+    return 0o600
 
 
 def _is_current(identity: dict[str, Any], model: str) -> bool:

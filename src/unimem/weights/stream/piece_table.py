@@ -62,11 +62,14 @@ class PieceKind(NamedTuple):
         The number of pieces.
     least_slots : int
         The slots that computing a layer needs.
+    block_slots : int
+        The slots for all pieces of a block.
     """
 
     part_bytes: tuple[int, ...]
     n_pieces: int
     least_slots: int
+    block_slots: int
 
     @property
     def piece_bytes(self) -> int:
@@ -186,7 +189,7 @@ def find_pieces(rows: Iterable[TensorRow], n_used: int | None) -> PieceTable:
         if _EXPERTS.fullmatch(match[2]) and len(row.ne) > 1 and row.nbytes % row.ne[-1] == 0:
             experts.setdefault(number, []).append(row)
     has_experts = bool(experts)
-    kinds: dict[object, list[int]] = {}  # number, pieces and least slots, by what is alike
+    kinds: dict[object, list[int]] = {}  # number, pieces, least slots, a block's, by what is alike
     sizes: list[tuple[int, ...]] = []
     found: list[BlockPieces] = []
     places: dict[str, TensorPlace] = {}
@@ -195,11 +198,12 @@ def find_pieces(rows: Iterable[TensorRow], n_used: int | None) -> PieceTable:
         _pieces_of(tensors, has_experts) for _, tensors in sorted((experts or blocks).items())
     ]
     for alike, (n, ranges) in zip(_alike_in_pools(pieces, has_experts), pieces, strict=True):
-        kind = kinds.setdefault(alike, [len(kinds), 0, 0])
+        kind = kinds.setdefault(alike, [len(kinds), 0, 0, 0])
         if kind[0] == len(sizes):
             sizes.append(tuple(one.nbytes for one in ranges))
         kind[1] += n
         kind[2] = max(kind[2], min(n, n_used or n) if has_experts else min(kind[1], WINDOW))
+        kind[3] = max(kind[3], n)
         found.append(BlockPieces(kind[0], first, n, tuple(one[:2] for one in ranges)))
         for part, one in enumerate(ranges):
             for row, at in one.tensors:
@@ -207,7 +211,7 @@ def find_pieces(rows: Iterable[TensorRow], n_used: int | None) -> PieceTable:
         first += n
     made = zip(sizes, kinds.values(), strict=True)
     return PieceTable(
-        tuple(PieceKind(size, n, least) for size, (_, n, least) in made),
+        tuple(PieceKind(size, *kind[1:]) for size, kind in made),
         tuple(found),
         places,
         has_experts,

@@ -19,7 +19,7 @@ from unimem.base.descriptors import Descriptors
 from unimem.base.text import format_bytes
 from unimem.errors import ClosedError
 from unimem.system.placement import PlacementOptions
-from unimem.weights.stream.budget import SlotBudget, plan_budget
+from unimem.weights.stream.budget import SlotBudget, move_slots, plan_budget
 from unimem.weights.stream.piece_table import WINDOW, PieceTable, TensorPlace
 
 __all__ = ["Stream", "StreamedFiles", "open_streams"]
@@ -100,6 +100,7 @@ class Stream:
         self._local = threading.local()
         self._holders: WeakSet[_ThreadHolder] = WeakSet()
         self._n_checked = 0
+        self._n_fetched = [0] * len(table.kinds)  # when slots were divided
         placed = placement.copy()
         placed["warm"] = placement.get("warm") or True
         self._pieces = Pieces(
@@ -172,12 +173,12 @@ class Stream:
     # ---- pieces ---------------------------------------------------------------------------------
 
     def _ensure(self, place: TensorPlace, ids: Any, name: str) -> NDArray[np.int32]:
-        slots = self._holder().ensure(_numbers(place, ids, name))
+        slots = self._holder().ensure(ids, place.first, place.n, name)
         self.check_files()
         return slots
 
     def _prefetch(self, place: TensorPlace, ids: Any, name: str) -> None:
-        self._pieces.prefetch(_numbers(place, ids, name))
+        self._pieces.prefetch(ids, place.first, place.n, name)
 
     def _view(
         self, place: TensorPlace, dtype: np.dtype[Any], shape: tuple[int, ...]
@@ -201,7 +202,7 @@ class Stream:
 
         It asks the kernel only if something was read since the last call.
         """
-        n_reads = self._stat("n_reads")
+        n_reads = self._pieces.n_reads
         if n_reads != self._n_checked:
             self._files.check()
             self._n_checked = n_reads
@@ -240,26 +241,51 @@ class Stream:
                 self._budget.pools,
                 taken_bytes=taken,
             )
-            before = self._budget
             self._unpin()
             self._holder().release()
             try:
-                self._set_slots(planned)
-                self._budget = planned
-            except BaseException:
-                with suppress(BufferError, MemoryError, OSError):
-                    self._set_slots(before)
-                raise
+                self._divide(planned, _PATIENCE_SECONDS)
             finally:
-                self._row = None  # the ledger counts the bytes of each row
-                self._row = _SlotRow(self._pieces, self.slot_bytes)
                 self._pin()
 
-    def _set_slots(self, budget: SlotBudget) -> None:
-        """Give each pool its number of slots; pools that get smaller come first."""
+    def _move_slots(self) -> None:
+        """Let slots of experts move to pools where they save more reads.
+
+        The budget stays, and a change of it divides it anew. Nothing moves if threads use pieces
+        in slots that would go.
+        """
+        if not self._table.has_experts or not self._resizing.acquire(blocking=False):
+            return
+        try:
+            now = [self._pieces.n_fetched(i) for i in range(len(self._n_fetched))]
+            since = [n - before for n, before in zip(now, self._n_fetched, strict=True)]
+            planned = move_slots(self._budget, since)
+            if planned.slots != self._budget.slots:
+                with suppress(BufferError, MemoryError):
+                    self._divide(planned)
+        finally:
+            self._resizing.release()
+
+    def _divide(self, planned: SlotBudget, patience: float = 0) -> None:
+        """Give each pool its number of slots, or leave all as it was, and raise."""
+        before = self._budget
+        try:
+            self._set_slots(planned, patience)
+            self._budget = planned
+        except BaseException:
+            with suppress(BufferError, MemoryError, OSError):
+                self._set_slots(before, patience)
+            raise
+        finally:
+            self._n_fetched = [self._pieces.n_fetched(i) for i in range(len(before.slots))]
+            self._row = None  # the ledger counts the bytes of each row
+            self._row = _SlotRow(self._pieces, self.slot_bytes)
+
+    def _set_slots(self, budget: SlotBudget, patience: float) -> None:
+        """Set the numbers of slots, in pools that get smaller first; wait for users of pieces."""
         now = [self._pieces.n_slots(i) for i in range(len(budget.slots))]
         for i in sorted(range(len(now)), key=lambda i: budget.slots[i] - now[i]):
-            end = time.monotonic() + _PATIENCE_SECONDS
+            end = time.monotonic() + patience
             while budget.slots[i] != self._pieces.n_slots(i):
                 try:
                     self._pieces.resize(i, budget.slots[i])
@@ -352,21 +378,3 @@ def open_streams() -> list[Stream]:
     """Return the streams of this process that are open, by path."""
     found = [stream for stream in list(_streams) if not stream._pieces.closed]
     return sorted(found, key=lambda stream: stream.path)
-
-
-def _numbers(place: TensorPlace, ids: Any, name: str) -> NDArray[np.int32]:
-    """Return the numbers among all pieces of some of a tensor's."""
-    given = np.asarray(ids)
-    if given.size == 0:
-        return np.empty(given.shape, np.int32)
-    if given.dtype.kind not in "iu":
-        raise TypeError(
-            f"ids: expected integers, numbers of pieces of '{name}', got {given.dtype}: {ids!r:.60}"
-        )
-    low, high = int(given.min()), int(given.max())
-    if low < 0 or high >= place.n:
-        raise ValueError(
-            f"ids: expected numbers of the {place.n} pieces of '{name}', from 0 to {place.n - 1}, "
-            f"got {low if low < 0 else high}"
-        )
-    return given.astype(np.int32) + np.int32(place.first)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,6 @@ from support.models.decoders import Computation, computing_by
 from support.processes.forks import in_child
 from unimem.backends import ggml
 from unimem.engine import Decoder, embedded_model
-from unimem.engine.turns import Turn
 
 SECONDS = 100  # for calls that end at once
 
@@ -77,32 +78,6 @@ def test_leaving_a_with_waits_for_the_token_in_flight() -> None:
     assert isinstance(error, um.ClosedError)
 
 
-def test_a_waiting_thread_is_next() -> None:
-    """The owner cannot take it again before the waiting thread."""
-    turn = Turn()
-    order: list[object] = []
-    turn.take()
-
-    def wait() -> None:
-        with turn:
-            order.append("other")
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    while not turn.n_waiting:
-        thread.join(0.001)
-    turn.give()
-    with turn:
-        order.append("first")
-    thread.join(SECONDS)
-    assert order == ["other", "first"]
-    assert turn.take(0)
-    waits = threading.Thread(target=lambda: order.append(turn.take(0.001)))
-    waits.start()
-    waits.join(SECONDS)
-    assert (order[2:], turn.n_waiting) == ([False], 0)
-
-
 def test_a_forked_child_does_not_wait() -> None:
     def ends() -> bool:
         decoder.__exit__()
@@ -119,7 +94,8 @@ AT_THE_END = """
     import atexit, ctypes, threading, time
     calls = []
     atexit.register(lambda: print(calls.count("begun"), calls.count("done")))
-    from unimem.engine import Decoder, embedded_model, turns
+    from unimem.base import turns
+    from unimem.engine import Decoder, embedded_model
     from unimem.backends import ggml
 
     address = ctypes.c_void_p
@@ -234,4 +210,110 @@ def test_a_forked_child_computes_or_raises_at_once(run_python: Run, threads: int
         "-W",
         "ignore::DeprecationWarning",
     )
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def names_of(kind: type) -> set[str]:
+    """List the public methods and properties of a class, and what closes it."""
+    return {name for name in vars(kind) if not name.startswith("_")} | {"__exit__", "__repr__"}
+
+
+# Every public name of a decoder, and whether it waits for the token of another thread.
+CALLS: dict[str, tuple[bool, Callable[[Decoder, Path], object]]] = {
+    "__exit__": (True, lambda decoder, _: decoder.__exit__()),
+    "__repr__": (False, lambda decoder, _: repr(decoder)),
+    "addresses": (False, lambda decoder, _: decoder.addresses()),
+    "close": (False, lambda decoder, _: decoder.close()),
+    "detokenize": (False, lambda decoder, _: decoder.detokenize([5])),
+    "generate": (True, lambda decoder, _: list(decoder.generate("Once", 2))),
+    "generate_next_token": (True, lambda decoder, _: decoder.generate_next_token()),
+    "give_back": (True, lambda decoder, _: decoder.give_back()),
+    "logits": (False, lambda decoder, _: decoder.logits),
+    "prefill": (True, lambda decoder, _: decoder.prefill([1, 5])),
+    "report": (False, lambda decoder, _: decoder.report()),
+    "reset": (True, lambda decoder, _: decoder.reset()),
+    "resume": (True, lambda decoder, path: decoder.resume(path)),
+    "save_session": (True, lambda decoder, path: decoder.save_session(f"{path}.again")),
+    "tokenize": (False, lambda decoder, _: decoder.tokenize("Once")),
+    "tokenizer": (False, lambda decoder, _: decoder.tokenizer),
+}
+
+
+def test_every_public_name_is_in_the_table_of_turns() -> None:
+    assert names_of(Decoder) == set(CALLS)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_wait_for_the_token_of_another_thread(name: str, tmp_path: Path) -> None:
+    waits, call = CALLS[name]
+    with Decoder(embedded_model(), ctx=64, threads=1) as decoder:
+        decoder.prefill([1, 5])
+        decoder.save_session(tmp_path / "talk")
+
+        def work() -> None:
+            with suppress(BufferError, RuntimeError):
+                call(decoder, tmp_path / "talk")
+
+        thread = threading.Thread(target=work)
+        with computing(decoder) as (go, _):
+            thread.start()
+            while not decoder._turn.n_waiting and thread.is_alive():
+                thread.join(0.001)
+            assert thread.is_alive() == waits
+            go.set()
+            thread.join(SECONDS)
+
+
+def test_pairs_of_calls_at_once_end_no_process(run_python: Run, tmp_path: Path) -> None:
+    ended = run_python(f"""
+        import itertools, pathlib, sys, threading, warnings
+        sys.path[:0] = {sys.path!r}
+        import unimem as um
+        from engine.test_decoder_turns import CALLS
+        from support.processes.at_once import at_once
+        from unimem.engine import Decoder, embedded_model
+
+        def repeat(name):
+            for _ in range(3):
+                try:
+                    CALLS[name][1](decoder, path)
+                except (BufferError, RuntimeError, um.CapacityError):
+                    pass
+
+        path = pathlib.Path({str(tmp_path)!r}) / "talk"
+        make = lambda: Decoder(embedded_model(), ctx=64, threads=1)
+        decoder = make()
+        decoder.prefill([1, 5])
+        decoder.save_session(path)
+        said = list(decoder.generate("Once", 4))
+        for pair in itertools.combinations_with_replacement(sorted(CALLS), 2):
+            at_once(2, lambda i: repeat(pair[i]))
+            if {{"close", "__exit__"}} & {{*pair}}:
+                decoder.__exit__()
+                decoder = make()
+            assert list(decoder.generate("Once", 4)) == said, pair
+        decoder.close()
+    """)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_the_end_of_the_interpreter_lets_no_thread_end_within_a_library(run_python: Run) -> None:
+    ended = run_python("""
+        import threading
+        import unimem as um
+        from unimem.engine import embedded_model
+        from unimem.engine.text.tokenizer import Tokenizer
+
+        def work():
+            while True:
+                tokenizer.encode("once upon a time " * 10)
+                begun.set()
+
+        with um.open_weights(embedded_model()) as weights:
+            tokenizer = Tokenizer.from_metadata(weights.metadata)
+        begun = threading.Event()
+        for _ in range(4):
+            threading.Thread(target=work, daemon=True).start()
+        begun.wait()
+    """)
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -68,10 +68,9 @@ cdef class Turn:
         self.leave()
 
     def end(self) -> None:
-        """Refuse every further computation, and wait for the one in flight."""
+        """Refuse every further computation, and take the turn after the one in flight."""
         self.is_over = True
         self.take()
-        self.leave()
 
     @cython.critical_section
     def begin_anew(self) -> None:

@@ -6,8 +6,6 @@ import inspect
 import json
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -42,6 +40,7 @@ def vllm() -> Iterator[types.SimpleNamespace]:
             tiering=import_module(f"{theirs}.tiering.base"),
             factory=import_module(f"{theirs}.tiering.factory"),
             unimem=import_module("unimem.vllm"),
+            tier=import_module("unimem.vllm.tier"),
         )
 
 
@@ -60,6 +59,7 @@ def spec(vllm: types.SimpleNamespace, **changes: Any) -> types.SimpleNamespace:
             changed["rank"], 2, 2, 1, 1, 1, 0, 1, None, changed.get("is_agnostic", False)
         ),
     }
+    values["kv_cache_layout"] = changed.get("layout", "LBHNC")
     return types.SimpleNamespace(config=c.OffloadingConfig(**values), blocks_per_chunk=1)
 
 
@@ -168,14 +168,38 @@ def test_chunks_come_back_in_another_engine(
         two.tier.touch(KEYS[:2], two.request)
 
 
-@pytest.mark.parametrize("change", [{"name": "m/other"}, {"rank": 1}, {"model": "revision 2"}])
-def test_other_models_and_ranks_have_other_chunks(
+@pytest.mark.parametrize(
+    "change", [{"name": "m/other"}, {"rank": 1}, {"layout": "BLHNC"}, {"model": "revision 2"}]
+)
+def test_other_models_ranks_and_layouts_have_other_chunks(
     vllm: types.SimpleNamespace, tmp_path: Path, change: dict[str, Any]
 ) -> None:
     with engine(vllm, tmp_path) as one:
         assert one.run(KEYS, list(range(N)), load=False).success
     options = {"model": change["model"]} if "model" in change else {"spec": spec(vllm, **change)}
     with engine(vllm, tmp_path, **options) as other:
+        assert other.look(KEYS) == ["MISS"] * N
+
+
+@pytest.mark.parametrize("changed", ["version", "device", "kernels"])
+def test_other_vllms_and_devices_have_other_chunks(
+    vllm: types.SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    torch = types.SimpleNamespace(
+        cpu=types.SimpleNamespace(_is_amx_tile_supported=lambda: changed == "kernels")
+    )
+    with engine(vllm, tmp_path) as one:
+        assert one.run(KEYS, list(range(N)), load=False).success
+    if changed == "version":
+        monkeypatch.setattr(vllm.tier.vllm, "__version__", "0.33.1")
+    elif changed == "device":
+        gpu = types.SimpleNamespace(is_cpu=lambda: False, device_type="cuda")
+        monkeypatch.setattr(vllm.tier, "current_platform", gpu)
+    else:
+        has = not vllm.tier.torch.cpu._is_amx_tile_supported()
+        torch.cpu._is_amx_tile_supported = lambda: has
+        monkeypatch.setattr(vllm.tier, "torch", torch)
+    with engine(vllm, tmp_path) as other:
         assert other.look(KEYS) == ["MISS"] * N
 
 
@@ -262,11 +286,49 @@ def test_a_damaged_chunk_is_computed_anew_and_not_asked_for_again(
         assert one.run([KEYS[1]], [0], load=False).success
 
 
+def a_room_for(n: int) -> int:
+    """Return `disk_bytes` of n chunks: docs/store.md."""
+    return 16384 + n * (12288 + 8192)
+
+
+def test_the_first_chunks_of_a_prompt_stay(vllm: types.SimpleNamespace, tmp_path: Path) -> None:
+    room = {"disk_bytes": a_room_for(4)}
+    with engine(vllm, tmp_path, **room) as one:
+        for i in (3, 5, 0, 1, 4, 2):
+            one.request.set_offload_key_position(KEYS[i], 16 * (i + 1))
+        # As vLLM gives them: in steps, and within one in any order.
+        for keys in ([3, 1, 0], [5, 2, 4]):
+            one.run([KEYS[i] for i in keys], keys, load=False)
+        assert one.look(KEYS) == ["HIT"] * 4 + ["MISS"] * 2
+        one.tier.on_request_finished(one.request)
+    with engine(vllm, tmp_path, **room) as other:
+        other.request = vllm.base.ReqContext("has two of them")
+        other.request.set_offload_key_position(KEYS[3], 16)
+        other.request.set_offload_key_position(KEYS[5], 32)
+        other.run([KEYS[5]], [0], load=False)
+        assert other.look(KEYS) == ["HIT", "MISS", "MISS", "HIT", "MISS", "HIT"]
+
+
+def test_a_prompt_that_vllm_had_itself_counts_as_used(
+    vllm: types.SimpleNamespace, tmp_path: Path
+) -> None:
+    with engine(vllm, tmp_path, disk_bytes=a_room_for(4)) as one:
+        one.run(KEYS[:4], [0, 1, 2, 3], load=False)
+        for name, key in (("first", KEYS[0]), ("last", KEYS[4])):
+            one.request = vllm.base.ReqContext(name)
+            one.request.set_offload_key_position(key, 16)
+            if name == "last":
+                one.run([key], [4], load=False)
+            one.tier.on_request_finished(one.request)
+            one.tier.drain_jobs()
+        assert one.look(KEYS[:1] + KEYS[4:5]) == ["HIT", "HIT"]
+
+
 def test_full_and_failing_stores_are_reported(
     vllm: types.SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with engine(vllm, tmp_path, disk_bytes=20_000) as small:
-        assert not small.run(KEYS[:1], [0], load=False).success
+    with engine(vllm, tmp_path, disk_bytes=a_room_for(4)) as small:
+        assert not small.run(KEYS, list(range(N)), load=False).success
         assert small.run([], [], load=False).success
 
         def fail(*_: Any) -> bool:
@@ -274,7 +336,7 @@ def test_full_and_failing_stores_are_reported(
 
         monkeypatch.setattr("unimem.kv.store.tiers.FolderTier.write", fail)
         with pytest.warns(um.PlacementWarning, match="Input/output error"):
-            assert not small.run(KEYS[:1], [0], load=False).success
+            assert not small.run(KEYS[4:5], [0], load=False).success
 
 
 def test_no_row_is_touched_after_jobs_were_drained(
@@ -306,6 +368,8 @@ def test_no_row_is_touched_after_jobs_were_drained(
         ({"n_threads": 0}, ValueError, "n_threads"),
         ({"model": 3}, TypeError, "model: expected a string"),
         ({"disk_bytes": 0}, ValueError, "ram_bytes, disk_bytes"),
+        ({"disk_bytes": 9096}, ValueError, "disk_bytes: expected 0, or at least 70536 for one"),
+        ({"ram_bytes": 1}, ValueError, "ram_bytes: expected 0, or at least"),
         ({"where": 3}, TypeError, "where"),
         ({"locality": "HERE"}, ValueError, "HERE"),
     ],
@@ -331,12 +395,6 @@ def test_the_configuration_of_the_page_is_what_the_class_takes(vllm: types.Simpl
     known = inspect.signature(vllm.unimem.KVStoreTier).parameters
     assert set(tier) - {"type", "module_path"} <= set(known)
     assert all(f"| `{name}` |" in page for name in list(known)[3:-1])
-
-
-def test_without_vllm_the_error_says_what_is_missing() -> None:
-    code = "import sys; sys.modules['vllm'] = None; import unimem.vllm"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "ImportError: unimem.vllm is loaded by vLLM, and made for version" in run.stderr
 
 
 def test_the_manager_of_vllm_stores_and_promotes_through_it(

@@ -1,47 +1,35 @@
-"""A tier for vLLM: KV chunks that leave its CPU memory go to a `KVStore`, and return from it.
-
-vLLM loads it by its name (docs/engines.md)::
-
-    {"type": "KVStoreTier", "module_path": "unimem.vllm", "where": "/var/cache/kv"}
-
-Importing it needs vLLM. vLLM's interface is experimental and changes with minor versions: this
-module is for 0.33.
-"""
+"""A tier for vLLM: KV chunks that leave its CPU memory go to a `KVStore`, and return from it."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xxhash
+import torch
+import vllm
 from numpy.typing import NDArray
+from vllm.platforms import current_platform
+from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, RequestOffloadingContext
+from vllm.v1.kv_offload.file_mapper import FileMapper
+from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from unimem.base.arguments import integer, string
-from unimem.errors import FormatError
 from unimem.kv.store.engine_chunks import EngineChunks
+from unimem.kv.store.engine_store import check_budgets
 from unimem.kv.store.store import KVStore
 from unimem.system import policy
-from unimem.weights.opened import open_weights
-from unimem.weights.whole_hash import whole_hash
-
-try:
-    from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, RequestOffloadingContext
-    from vllm.v1.kv_offload.file_mapper import FileMapper
-    from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
-    from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
-except ImportError as error:
-    raise ImportError(
-        "unimem.vllm is loaded by vLLM, and made for version 0.33 of its secondary tiers; "
-        f"importing those said: {error}"
-    ) from error
+from unimem.weights.files_hash import files_hash
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec, OffloadKey, ReqContext, ScheduleEndContext
@@ -58,6 +46,9 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
     vLLM makes it and calls it in its scheduler: only `drain_jobs` and `shutdown` wait for a disk.
     The bytes of a chunk are vLLM's own, and unimem's caches cannot read them.
+
+    All chunks of a request count as used when it came, the first ones of its prompt last: a prompt
+    never makes room for its end with its beginning, which the end is of no use without.
 
     Parameters
     ----------
@@ -82,7 +73,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     Raises
     ------
     ValueError, TypeError
-        An argument is out of range.
+        An argument is out of range, or no chunk would fit into `ram_bytes` or `disk_bytes`.
     CapacityError, OSError
         As `KVStore`.
     """
@@ -108,12 +99,14 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         namespace = _namespace(offloading_spec, string(model, "model"))
         rows = np.asarray(primary_kv_view)
         self._rows: NDArray[np.uint8] = rows.view(np.uint8).reshape(len(rows), -1)
+        check_budgets("vLLM", self._rows.shape[1], ram_bytes, disk_bytes)
         self._store = KVStore(where, ram_bytes=ram_bytes, disk_bytes=disk_bytes)
         self._chunks = EngineChunks(self._store, namespace, self._rows.shape[1])
         self._pool = ThreadPoolExecutor(n_threads, "unimem-vllm")
         self._lock = threading.Lock()  # for `_moving` and `n_left`
         self._moving: set[Future[None]] = set()
         self._finished: SimpleQueue[_Job] = SimpleQueue()
+        self._requests: dict[str, _Prompt] = {}
         self._lookups = _Lookups(self._chunks, tier_type)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -132,20 +125,36 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._lookups.flush()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Forget the lookups of a request."""
+        """Note the use of a prompt that nothing was moved for, and forget the request."""
+        self._used_by(req_context)
+        self._requests.pop(req_context.req_id, None)
         self._lookups.cleanup(req_context.req_id)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """Write chunks, each in a thread."""
-        self._submit(job_metadata, self._chunks.put)
+        """Write chunks in a thread, the first ones of the prompt first."""
+        job, request = _Job(job_metadata), self._used_by(job_metadata.req_context)
+        if not job.keys:
+            self._finished.put(job)
+        moves = [
+            (request.used_ns(key), i, key, self._rows[int(chunk)])
+            for i, (key, chunk) in enumerate(zip(job.keys, job_metadata.chunk_ids, strict=True))
+        ]
+        moves.sort(key=lambda move: -move[0])
+        request.writes = self._start(self._write, request.writes, job, moves)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Read chunks, each in a thread."""
-        self._submit(job_metadata, self._chunks.get)
+        self._used_by(job_metadata.req_context)
+        job = _Job(job_metadata)
+        if not job.keys:
+            self._finished.put(job)
+        for i, (key, chunk) in enumerate(zip(job.keys, job_metadata.chunk_ids, strict=True)):
+            self._start(self._move, job, i, self._chunks.get, key, self._rows[int(chunk)])
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Note the use of chunks, in a thread."""
-        self._start(self._chunks.touch, list(keys))
+        request = self._used_by(req_context)
+        self._start(self._touch, {key: request.used_ns(key) for key in keys})
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Return the jobs that have ended since the last call."""
@@ -178,18 +187,35 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             self._store.close()
             self._rows = np.empty((0, 0), np.uint8)  # so that vLLM can release its memory
 
-    def _submit(self, given: TransferJob, move: _Move) -> None:
-        job = _Job(given)
-        if not job.keys:
-            self._finished.put(job)
-        for i, (key, chunk) in enumerate(zip(job.keys, given.chunk_ids, strict=True)):
-            self._start(self._move, job, i, move, key, self._rows[int(chunk)])
+    def _used_by(self, context: ReqContext) -> _Prompt:
+        """Return a request; when it is new, note the use of all chunks of its prompt.
 
-    def _start(self, work: Callable[..., None], *arguments: Any) -> None:
+        vLLM calls `touch` for no chunk, and asks no tier for chunks that it has itself.
+        """
+        request = self._requests.get(context.req_id)
+        if request is None:
+            request = _Prompt(context)
+            request.writes = self._start(self._touch, request.ages())
+            self._requests[context.req_id] = request
+        return request
+
+    def _write(self, before: Future[None], job: _Job, moves: list[tuple[Any, ...]]) -> None:
+        """Write chunks of a request one by one: two at a time could take each other's room."""
+        wait([before])
+        for used_ns, i, key, row in moves:
+            with suppress(Exception):  # the other chunks are still moved, and the job ends
+                self._move(job, i, partial(self._chunks.put, used_ns=used_ns), key, row)
+
+    def _touch(self, ages: dict[bytes, int]) -> None:
+        for key, used_ns in ages.items():
+            self._chunks.touch([key], used_ns)
+
+    def _start(self, work: Callable[..., None], *arguments: Any) -> Future[None]:
         future = self._pool.submit(work, *arguments)
         with self._lock:
             self._moving.add(future)
         future.add_done_callback(self._forget)
+        return future
 
     def _forget(self, future: Future[None]) -> None:
         with self._lock:
@@ -219,6 +245,24 @@ class _Job:
         self.n_left = len(self.keys)
 
 
+class _Prompt:
+    """A request of vLLM: when it was first seen, and the last job that writes its chunks."""
+
+    writes: Future[None]
+
+    def __init__(self, context: ReqContext) -> None:
+        self._context, self._seen_ns = context, time.time_ns()
+
+    def used_ns(self, key: bytes) -> int:
+        """Return when a chunk counts as used: the earlier in the prompt, the later."""
+        return self._seen_ns - (self._context.get_offload_key_position(key) or 0)
+
+    def ages(self) -> dict[bytes, int]:
+        """Return when each chunk of the prompt counts as used, as far as vLLM tells."""
+        known = getattr(self._context, "_offload_key_positions", ())
+        return {key: self.used_ns(key) for key in known}
+
+
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]
     """Looks for chunks in a thread of its own, a step's all at once."""
 
@@ -240,25 +284,12 @@ def _namespace(spec: OffloadingSpec, model: str) -> str:
         parallel_agnostic=True,
     )
     known = {"vllm": mapper.get_run_config(), "rank": mapper.rank, "model": model}
+    known["version"] = vllm.__version__
+    known["layout"] = spec.config.kv_cache_layout
+    known["device"] = current_platform.device_type
+    if current_platform.is_cpu() and torch.cpu._is_amx_tile_supported():
+        known["device"] = "cpu amx"  # vLLM's kernels for it lay blocks out in another way
     path = spec.config.model.name
     if os.path.exists(path):
-        known["weights"] = _files_hash(Path(path))
+        known["weights"] = files_hash(Path(path), "vLLM")
     return json.dumps(known, sort_keys=True)
-
-
-def _files_hash(path: Path) -> str | None:
-    """Hash all bytes of a model's weights and its configurations; None if they cannot be read."""
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    total = xxhash.xxh3_128()
-    try:
-        if not files:
-            raise FileNotFoundError(errno.ENOENT, "expected *.safetensors, found none")
-        for file in files:
-            with open_weights(file, load="map") as weights:
-                total.update(whole_hash(weights).encode())
-    except (FormatError, OSError) as error:
-        policy.warn(f"{path}: vLLM's model is known by its name only: {error}")
-        return None
-    for file in sorted([*path.glob("*config.json"), *path.glob("params.json")]):
-        total.update(xxhash.xxh3_128_digest(file.read_bytes()))
-    return total.hexdigest()

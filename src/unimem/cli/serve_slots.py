@@ -1,0 +1,81 @@
+"""`unimem serve-slots`: a llama-server whose prompts begin with stored prefixes."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from unimem.base.text import escape
+from unimem.cli import terminal
+from unimem.cli.options import value_option
+from unimem.cli.store import DiskBytes, Options, Store, StoreChunk, parse_bytes
+from unimem.kv.store.store import KVStore
+from unimem.llama_cpp.proxy import SlotProxy
+from unimem.llama_cpp.server import LlamaServer
+
+__all__ = ["serve_slots"]
+
+_PORT = 8081
+
+
+def serve_slots(
+    server: Annotated[
+        str,
+        typer.Argument(
+            metavar="URL",
+            help="The running llama-server, as http://127.0.0.1:8080. It was started with "
+            "--slot-save-path.",
+        ),
+    ],
+    store: Store,
+    model: Annotated[
+        Path,
+        value_option("GGUF", "The server's model. Its whole file is hashed, the hash remembered."),
+    ],
+    slot_save_path: Annotated[
+        Path, value_option("DIR", "The server's --slot-save-path, on this machine.")
+    ],
+    options: Options = "",
+    ram_bytes: Annotated[
+        int | None,
+        value_option(
+            "SIZE",
+            "The most that chunks take in shared memory, as 4G. [default: 0]",
+            parser=parse_bytes,
+        ),
+    ] = None,
+    disk_bytes: DiskBytes = None,
+    chunk_tokens: StoreChunk = 256,
+    port: Annotated[
+        int,
+        value_option(
+            "N", f"The port to serve at; 0 takes a free one. [default: {_PORT}]", min=0, max=65535
+        ),
+    ] = _PORT,
+    address: Annotated[
+        str, value_option("ADDRESS", "The address to serve at. [default: 127.0.0.1]")
+    ] = "127.0.0.1",
+) -> None:
+    """Serve llama-server's interface, and compute prompts that begin alike once.
+
+    Everything passes to the server behind it. Before a completion, the longest stored prefix is
+    restored into the slot; afterwards, new tokens are stored.
+    """
+    with KVStore(
+        store, ram_bytes=ram_bytes or 0, disk_bytes=disk_bytes, chunk_tokens=chunk_tokens
+    ) as opened:
+        behind = LlamaServer(server, slot_save_path)
+        where = (address, port)
+        proxy = SlotProxy(opened, model, behind, where, options=options, log=_log)
+        host, number = proxy.address
+        terminal.show(f"serving http://{host}:{number}, before {escape(behind.url)}\n")
+        proxy.serve()
+
+
+def _log(sentence: str) -> None:
+    with suppress(OSError):  # such as of a closed terminal
+        print(escape(f"unimem: {sentence}"), file=sys.stderr, flush=True)

@@ -1,0 +1,186 @@
+"""`unimem store`: llama.cpp's prefixes in a store, and slot files."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import typer
+
+from unimem.base.text import escape, format_bytes, format_count
+from unimem.cli import terminal
+from unimem.cli.options import AsJson, number_parser, value_option
+from unimem.cli.terminal import document_head
+from unimem.engine.text.tokenizer import Tokenizer, UnsupportedTokenizer
+from unimem.errors import FormatError
+from unimem.kv.store.store import KVStore
+from unimem.llama_cpp.identity import model_hash
+from unimem.llama_cpp.prefixes import LlamaPrefixes
+from unimem.llama_cpp.slot_file import read_slot_file, write_slot_file
+from unimem.llama_cpp.stored import StoredPrefix, stored_prefixes
+from unimem.weights.opened import open_weights
+
+__all__ = ["DiskBytes", "Model", "Options", "Store", "StoreChunk", "parse_bytes", "store"]
+
+_SCHEMA = "unimem.store/1"
+_LEAST_KEY = 4
+_SHOWN_TOKENS, _SHOWN_CHARACTERS = 64, 60
+
+parse_bytes = number_parser(0, 1 << 60, "8G, 500M or 0")
+
+Store = Annotated[
+    str, value_option("DIR|URL", "The store: a folder, or a URL as s3://bucket/prefix.")
+]
+Model = Annotated[
+    Path | None,
+    value_option("GGUF", "The model. Its whole file is hashed, and the hash remembered."),
+]
+Options = Annotated[
+    str,
+    value_option(
+        "TEXT", "A name for another way to start llama.cpp: a LoRA, RoPE options. [default: none]"
+    ),
+]
+DiskBytes = Annotated[
+    int | None,
+    value_option(
+        "SIZE",
+        "The most that chunks take in the folder, as 20G. [default: a tenth of the disk]",
+        parser=parse_bytes,
+    ),
+]
+StoreChunk = Annotated[
+    int, typer.Option(metavar="N", min=1, max=1 << 20, help="Tokens of a chunk.")
+]
+
+
+def store(
+    action: Annotated[
+        Literal["list", "import", "export"],
+        typer.Argument(
+            metavar="list|import|export",
+            help="list: show the prefixes. import: put slot files into the store. export: write a "
+            "prefix as a slot file.",
+        ),
+    ],
+    what: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="FILE...|KEY FILE",
+            help="import: slot files. export: the beginning of a key, as list shows it, and the "
+            "file to write.",
+            show_default=False,
+        ),
+    ] = None,
+    folder: Annotated[
+        str | None,
+        value_option("DIR|URL", "The store: a folder, or a URL as s3://bucket/prefix.", "--store"),
+    ] = None,
+    model: Model = None,
+    options: Options = "",
+    streams: Annotated[
+        int,
+        value_option(
+            "N",
+            "With export: slots of the server, unless they share one cache (--kv-unified). "
+            "[default: 1]",
+            min=1,
+            max=1024,
+        ),
+    ] = 1,
+    disk_bytes: DiskBytes = None,
+    chunk_tokens: StoreChunk = 256,
+    as_json: AsJson = False,
+) -> None:
+    """Show or exchange llama.cpp's prefixes in a store (for images: unimem cache)."""
+    words = what or []
+    if folder is None:
+        raise typer.BadParameter("expected --store with a folder or a URL")
+    if action != "list" and model is None:
+        raise typer.BadParameter(f"{action}: expected --model with the GGUF file of the states")
+    expected = {"list": not words, "import": len(words) > 0, "export": len(words) == 2}
+    if not expected[action]:
+        needs = {"list": "nothing", "import": "slot files", "export": "KEY and FILE"}[action]
+        raise typer.BadParameter(f"{action}: expected {needs} behind it, got {' '.join(words)!r}")
+    digest = None if model is None else model_hash(model)
+    with KVStore(folder, ram_bytes=0, disk_bytes=disk_bytes, chunk_tokens=chunk_tokens) as opened:
+        if action == "list":
+            _list(opened, model, stored_prefixes(opened, model=digest), as_json)
+        elif action == "import":
+            assert digest is not None
+            for word in words:
+                _import(opened, word, digest, options)
+        else:
+            assert digest is not None
+            _export(opened, words, digest, streams)
+
+
+def _import(store: KVStore, path: str, model: str, options: str) -> None:
+    found = read_slot_file(path)
+    prefixes = LlamaPrefixes(store, model, found.kv, options=options)
+    n = prefixes.put(found.tokens, found.kv, found.checkpoints)
+    terminal.show(f"{escape(path)}: {n} of {format_count(len(found.tokens), 'token')} stored\n")
+
+
+def _export(store: KVStore, words: list[str], model: str, streams: int) -> None:
+    key, path = words
+    found = [prefix for prefix in stored_prefixes(store, model=model) if prefix.key.startswith(key)]
+    if len(key) < _LEAST_KEY or len(found) != 1:
+        raise ValueError(
+            f"{key}: expected the beginning of one key of this model, at least {_LEAST_KEY} "
+            f"digits, got one of {len(found)}: unimem store list"
+        )
+    (prefix,) = found
+    prefixes = LlamaPrefixes(store, model, prefix.layout, options=prefix.options)
+    kv = prefixes.restore(prefix.tokens)
+    if kv is None or kv.n_tokens < len(prefix.tokens):
+        raise FormatError("a chunk of this prefix is damaged, or was removed meanwhile", None, key)
+    write_slot_file(path, prefix.tokens, kv._replace(n_streams=streams))
+    terminal.show(f"{escape(path)}: {format_count(kv.n_tokens, 'token')}\n")
+
+
+def _list(store: KVStore, model: Path | None, found: list[StoredPrefix], as_json: bool) -> None:
+    texts = _texts(model, found)
+    tiers = [tier._asdict() for tier in store.stat().tiers]
+    if as_json:
+        prefixes = [
+            {
+                **{"key": prefix.key, "model": prefix.model, "options": prefix.options},
+                **{"n_tokens": len(prefix.tokens), "nbytes": prefix.nbytes, "used": prefix.used},
+                "text": text,
+            }
+            for prefix, text in zip(found, texts, strict=True)
+        ]
+        where = {"store": store.url or store.folder, "tiers": tiers, "prefixes": prefixes}
+        terminal.show(json.dumps(document_head(_SCHEMA) | where) + "\n")
+        return
+    for prefix, text in zip(found, texts, strict=True):
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(prefix.used))
+        size = f"{format_count(len(prefix.tokens), 'token')}, {format_bytes(prefix.nbytes)}"
+        more = f", {prefix.options}" if prefix.options else ""
+        line = f"{prefix.key[:16]}  {size}, used {used}, model {prefix.model[:8]}{more}"
+        terminal.show(f"{escape(line)}\n" + (f"    {escape(text)}\n" if text else ""))
+    for tier in tiers:
+        chunks = format_count(tier["n_chunks"], "chunk")
+        line = f"{tier['name']}: {chunks} of all engines, {format_bytes(tier['nbytes'])}"
+        terminal.show(f"{line}: {escape(tier['path'])}\n")
+
+
+def _texts(model: Path | None, found: list[StoredPrefix]) -> list[str | None]:
+    """Return how each prefix begins, as far as the model's tokenizer is known."""
+    if model is None or not found:
+        return [None] * len(found)
+    with open_weights(model, load="map") as weights:
+        try:
+            tokenizer = Tokenizer.from_metadata(weights.metadata)
+        except (UnsupportedTokenizer, ValueError):
+            return [None] * len(found)
+
+    def text(ids: Any) -> str:
+        begin = tokenizer.decode(np.asarray(ids[:_SHOWN_TOKENS]).tolist(), special=True)
+        return " ".join(begin.split())[:_SHOWN_CHARACTERS]
+
+    return [text(prefix.tokens) for prefix in found]

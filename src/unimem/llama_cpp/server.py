@@ -1,0 +1,114 @@
+"""A llama-server as its proxy uses it: questions in JSON, slots, and the files of slots."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from itertools import count
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unimem.llama_cpp.slot_file import SlotFile, read_slot_file, write_slot_file
+from unimem.llama_cpp.state import LlamaKV
+
+__all__ = ["LlamaServer"]
+
+_SECONDS = 600  # a slot answers when it is free
+_OURS = re.compile(r"unimem-(\d+)-\d+\.slot")
+
+
+class LlamaServer:
+    """A running llama-server.
+
+    `url` is its address, and `folder` its ``--slot-save-path``, which lies on this machine. With
+    ``LLAMA_API_KEY`` in the environment, questions have that key. ValueError refuses an address
+    that is not of HTTP.
+    """
+
+    def __init__(self, url: str, folder: str | os.PathLike[str]) -> None:
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname or parts.path.strip("/"):
+            raise ValueError(f"expected the address of a llama-server, http://HOST:PORT, got {url}")
+        self.url = url.rstrip("/")
+        self._address = parts.hostname, parts.port or 80
+        self._folder = Path(folder)
+        self._numbers = count()
+        key = os.environ.get("LLAMA_API_KEY")
+        self._headers = {"Content-Type": "application/json"}
+        self._headers |= {"Authorization": f"Bearer {key}"} if key else {}
+
+    @contextmanager
+    def request(
+        self, method: str, path: str, body: bytes | None, headers: dict[str, str]
+    ) -> Iterator[HTTPResponse]:
+        """Send a request, and give its response. OSError if the server does not answer."""
+        with closing(HTTPConnection(*self._address, timeout=_SECONDS)) as connection:
+            try:
+                connection.request(method, path, body, headers)
+                response = connection.getresponse()
+            except HTTPException as error:
+                raise ConnectionError(f"{self.url} does not answer: {error!r}") from None
+            yield response
+
+    def ask(self, path: str, question: Any = None) -> Any:
+        """Return an answer in JSON. OSError has the server's words if it refuses."""
+        method, body = ("GET", None) if question is None else ("POST", json.dumps(question))
+        given = None if body is None else body.encode()
+        with self.request(method, path, given, self._headers) as response:
+            try:
+                data = response.read()
+                answer = json.loads(data)
+            except (ValueError, HTTPException) as error:
+                raise ConnectionError(f"{self.url}{path}: no answer in JSON: {error!r}") from None
+            if response.status != 200:
+                raise ConnectionError(
+                    f"{self.url}{path}: {response.status}: {data.decode()!r:.300}"
+                )
+            return answer
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the ids of a prompt as the server makes them."""
+        given = {"content": text, "add_special": True, "parse_special": True}
+        return [int(token) for token in self.ask("/tokenize", given)["tokens"]]
+
+    def save(self, slot: int) -> SlotFile:
+        """Read a slot. FormatError if its state is not known."""
+        with self._file() as path:
+            self.ask(f"/slots/{slot}?action=save", {"filename": path.name})
+            return read_slot_file(path)
+
+    def restore(self, slot: int, tokens: NDArray[np.int32], kv: LlamaKV) -> None:
+        """Replace a slot."""
+        with self._file() as path:
+            write_slot_file(path, tokens, kv)
+            self.ask(f"/slots/{slot}?action=restore", {"filename": path.name})
+
+    def erase(self, slot: int) -> None:
+        """Empty a slot."""
+        self.ask(f"/slots/{slot}?action=erase", {})
+
+    def remove_remains(self) -> None:
+        """Remove the files of proxies that were killed."""
+        for path in self._folder.glob("unimem-*.slot"):
+            found = _OURS.fullmatch(path.name)
+            if found is not None and not Path(f"/proc/{found[1]}").exists():
+                path.unlink(missing_ok=True)
+
+    @contextmanager
+    def _file(self) -> Iterator[Path]:
+        path = self._folder / f"unimem-{os.getpid()}-{next(self._numbers)}.slot"
+        # As a file of this user alone, whoever writes to it.
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        try:
+            yield path
+        finally:
+            with suppress(FileNotFoundError):
+                path.unlink()

@@ -1,0 +1,131 @@
+"""Slot files of llama-server: the tokens of a sequence, its state, and the server's checkpoints."""
+
+from __future__ import annotations
+
+import os
+import struct
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unimem.errors import FormatError
+from unimem.llama_cpp.state import (
+    LlamaKV,
+    begin_of_state,
+    check_version,
+    kv_to_state,
+    state_to_kv,
+)
+
+__all__ = ["SlotFile", "read_slot_file", "write_slot_file"]
+
+_MAGIC = 0x67677371  # "ggsq" as a number
+_HEAD = struct.Struct("<III")  # magic, version, tokens
+# The newest servers write a list of tokens as: -1, 1, n, tokens, media. Others write tokens alone.
+_MARKED, _MARKED_VERSION = -1, 1
+_CHECKPOINTS = struct.pack("<4sI", b"SCKP", 1)
+
+
+class SlotFile(NamedTuple):
+    """What a slot file has.
+
+    `checkpoints` are what layers with windows or states had at earlier numbers of tokens.
+    """
+
+    tokens: NDArray[np.int32]
+    kv: LlamaKV
+    checkpoints: tuple[tuple[int, LlamaKV], ...] = ()
+
+
+def read_slot_file(path: str | os.PathLike[str]) -> SlotFile:
+    """Read a slot file, as ``/slots/N?action=save`` or ``llama_state_seq_save_file`` writes it.
+
+    Parameters
+    ----------
+    path : path-like
+
+    Returns
+    -------
+    SlotFile
+
+    Raises
+    ------
+    FormatError
+        It is not a slot file of a known version, or is damaged, or its tokens have images or sound.
+    OSError
+        It cannot be read.
+    """
+    name = os.fspath(path)
+    data = np.fromfile(name, np.uint8)
+    try:
+        return _parse(data)
+    except FormatError as error:
+        raise FormatError(error.rule, error.offset, name) from None
+
+
+def write_slot_file(path: str | os.PathLike[str], tokens: NDArray[np.int32], kv: LlamaKV) -> None:
+    """Write a slot file for ``/slots/N?action=restore`` or ``llama_state_seq_load_file``.
+
+    Parameters
+    ----------
+    path : path-like
+    tokens : int32 [kv.n_tokens]
+    kv : LlamaKV
+
+    Raises
+    ------
+    OSError
+        It cannot be written.
+    """
+    with open(path, "wb") as file:
+        file.write(_HEAD.pack(_MAGIC, kv.version, len(tokens)) + tokens.astype("<i4").tobytes())
+        file.write(kv_to_state(kv._replace(head=b"")))
+
+
+def _parse(data: NDArray[np.uint8]) -> SlotFile:
+    if data.size < _HEAD.size:
+        raise FormatError(f"the file is cut off inside its header: it has {data.size} bytes")
+    magic, version, n = _HEAD.unpack(data[: _HEAD.size].tobytes())
+    if magic != _MAGIC:
+        raise FormatError("this is no slot file of llama.cpp: it does not begin with ggsq", 0)
+    check_version(version)
+    begin = _HEAD.size + 4 * n
+    if begin > data.size:
+        raise FormatError(f"the file is cut off inside its {n} tokens", data.size)
+    tokens = _tokens(data[_HEAD.size : begin].view("<i4"))
+    try:
+        kv, end = begin_of_state(data[begin:], version, _CHECKPOINTS)
+        return SlotFile(tokens, kv, _checkpoints(data[begin + end :], version))
+    except FormatError as error:
+        raise FormatError(error.rule, begin + (error.offset or 0)) from None
+
+
+def _tokens(packed: NDArray[np.int32]) -> NDArray[np.int32]:
+    if packed.size and packed[0] == _MARKED:
+        is_known = packed.size > 3 and packed[1] == _MARKED_VERSION and packed[2] >= 0
+        if not is_known or packed.size != packed[2] + 4 or packed[-1]:
+            raise FormatError("tokens that stand for images or sound are not known", _HEAD.size)
+        packed = packed[3:-1]
+    if packed.size and packed.min() < 0:
+        raise FormatError("a token has a negative number", _HEAD.size)
+    return packed.astype(np.int32)
+
+
+def _checkpoints(data: NDArray[np.uint8], version: int) -> tuple[tuple[int, LlamaKV], ...]:
+    if not data.size:
+        return ()
+    found = []
+    at = len(_CHECKPOINTS) + 4
+    for _ in range(int(data[at - 4 : at].view("<u4")[0])):
+        n_tokens = int(data[at : at + 8].view("<i8")[0])
+        at += 16
+        buffers = []
+        for _ in range(3):  # of the model, of a draft model, of speculation
+            begin, end = at + 8, at + 8 + int(data[at : at + 8].view("<u8")[0])
+            if end > data.size:
+                raise FormatError("the file is cut off inside its checkpoints", data.size)
+            buffers.append(data[begin:end])
+            at = end
+        found.append((n_tokens, state_to_kv(buffers[0].tobytes(), version=version)))
+    return tuple(found)

@@ -1,0 +1,128 @@
+"""A store's prefixes of llama.cpp, as its folder shows them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unimem.kv.store.chunk import HEADER_BYTES
+from unimem.kv.store.store import KVStore
+from unimem.llama_cpp.prefixes import HEAD_BYTES, ChunkHead
+
+__all__ = ["StoredPrefix", "stored_prefixes"]
+
+_CHUNK = re.compile(r"[0-9a-f]{64}\.kv")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPrefix:
+    """First tokens of conversations, up to where the store has no more of them.
+
+    Attributes
+    ----------
+    key : str
+        Its name: hexadecimal digits.
+    model, options, layout : str
+        As for `LlamaPrefixes`.
+    tokens : int32 [n]
+        The ids.
+    nbytes : int
+        Bytes on the disk, also of chunks that other prefixes share.
+    used : float
+        When it was last used, in seconds since 1970.
+    """
+
+    key: str
+    model: str
+    options: str
+    layout: str
+    tokens: NDArray[np.int32]
+    nbytes: int
+    used: float
+
+
+class _Found(NamedTuple):
+    head: ChunkHead
+    nbytes: int
+    used: float
+
+
+def stored_prefixes(store: KVStore, *, model: str | None = None) -> list[StoredPrefix]:
+    """Return the prefixes that a store has on its disk, the last used first.
+
+    Parameters
+    ----------
+    store : KVStore
+        One with a folder.
+    model : str, optional
+        The hash of a model, for its prefixes alone.
+
+    Returns
+    -------
+    list of StoredPrefix
+        Each ends where a chunk has no successor. Chunks are not checked before they are read.
+
+    Raises
+    ------
+    OSError
+        The folder cannot be listed.
+    """
+    rows: dict[tuple[str, bytes], _Found] = {}
+    ends: dict[tuple[str, bytes], _Found] = {}
+    for found in _found(store):
+        head = found.head
+        if model not in (None, head.facts["model"]) or not len(head.tokens) + head.first:
+            continue
+        of = ends if head.is_end else rows
+        before = of.get(name := (str(head.facts), head.key))
+        of[name] = found if before is None else found._replace(nbytes=found.nbytes + before.nbytes)
+    inner = {(str(found.head.facts), found.head.parent) for found in rows.values()}
+    last = {facts: found for facts, found in rows.items() if facts not in inner}
+    # Layouts with ends are restored at ends alone.
+    with_ends = {facts for facts, _ in ends}
+    last = {name: found for name, found in last.items() if name[0] not in with_ends} | ends
+    whole = (_prefix(name, found, rows) for name, found in last.items())
+    return sorted(filter(None, whole), key=lambda prefix: prefix.used, reverse=True)
+
+
+def _prefix(
+    name: tuple[str, bytes], last: _Found, rows: dict[tuple[str, bytes], _Found]
+) -> StoredPrefix | None:
+    """Collect the chunks before the last one; None if one is missing."""
+    chunks, first = [last], last.head.first
+    while first and len(chunks) <= len(rows) + 1:
+        before = rows.get((name[0], chunks[-1].head.parent))
+        if before is None or before.head.first >= first:
+            return None
+        chunks.append(before)
+        first = before.head.first
+    facts = last.head.facts
+    return StoredPrefix(
+        key=name[1].hex(),
+        model=facts["model"],
+        options=facts["options"],
+        layout=facts["layout"],
+        tokens=np.concatenate([chunk.head.tokens for chunk in reversed(chunks)]),
+        nbytes=sum(chunk.nbytes for chunk in chunks),
+        used=last.used,
+    )
+
+
+def _found(store: KVStore) -> Iterator[_Found]:
+    names = os.listdir(store.folder) if store.folder else []
+    for name in filter(_CHUNK.fullmatch, names):
+        # Another process may remove it meanwhile, or it is damaged.
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            with open(os.path.join(store.folder, name), "rb") as file:
+                file.seek(HEADER_BYTES)
+                head = ChunkHead.read(file.read(HEAD_BYTES + 4 * store.chunk_tokens))
+                info = os.fstat(file.fileno())
+            if head is not None:
+                yield _Found(head, info.st_size, info.st_mtime)

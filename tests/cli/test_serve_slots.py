@@ -1,0 +1,51 @@
+"""`unimem serve-slots`: its start and its end; tests/llama_cpp has the proxy's."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer", reason="the command line needs typer: pip install '.[run]'")
+
+from support.models import make
+from support.servers.llama_server import answer_to, fake_llama
+
+CODE = "import sys; from unimem.cli import main; sys.exit(main())"
+
+
+def test_a_proxy_serves_until_it_is_ended(tmp_path: Path) -> None:
+    model = make.write_model(tmp_path / "m.gguf", shape=make.TINY)
+    with fake_llama(tmp_path, model) as fake:
+        words = ["serve-slots", fake.url, "--store", tmp_path / "kv", "--model", model]
+        words += ["--slot-save-path", tmp_path, "--port", "0", "--disk-bytes", "64M"]
+        with subprocess.Popen(
+            [sys.executable, "-c", CODE, *map(str, words)], stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            url = line.split()[1].rstrip(",")
+            assert line == f"serving {url}, before {fake.url}\n"
+            body = {"prompt": "hello", "n_predict": 3}
+            request = urllib.request.Request(f"{url}/completion", json.dumps(body).encode())
+            with urllib.request.urlopen(request) as response:
+                assert json.load(response)["content"] == answer_to(body)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait() == 143
+    assert list(tmp_path.glob("*.slot")) == []
+
+
+def test_a_server_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    from support.terminal.screens import show
+
+    model = make.write_model(tmp_path / "m.gguf", shape=make.TINY)
+    words = ["--store", tmp_path / "kv", "--model", model, "--slot-save-path", tmp_path]
+    code, _, err = show("serve-slots", "http://127.0.0.1:1", *map(str, words))
+    assert code == 1
+    assert "refused" in err
+    assert show("serve-slots", "ftp://a", *map(str, words))[0] == 1

@@ -1,0 +1,103 @@
+"""`unimem store`: listing prefixes, and slot files in and out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support.project.documents import check_document
+
+pytest.importorskip("typer", reason="the command line needs typer: pip install '.[run]'")
+
+from support.files.llama_states import cells, recurrent, same, state
+from support.models import make
+from support.terminal.screens import show
+from unimem.llama_cpp import read_slot_file, write_slot_file
+
+IDS = np.arange(3, 43, dtype=np.int32)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make.write_model(tmp_path_factory.mktemp("model") / "m.gguf", shape=make.TINY)
+
+
+def run(folder: Path, *words: object, model: Path | None = None) -> tuple[int, str, str]:
+    more = [] if model is None else ["--model", str(model)]
+    words = ("store", *words, "--store", folder / "kv", "--chunk-tokens", 16, *more)
+    return show(*map(str, words))
+
+
+def listed(folder: Path, model: Path | None = None) -> Any:
+    code, out, err = run(folder, "list", "--json", model=model)
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    check_document(found)
+    return found["prefixes"]
+
+
+@pytest.mark.parametrize(
+    ("kv", "n"), [(state(cells(40)), 32), (state(cells(40), recurrent(40)), 40)]
+)
+def test_a_slot_file_goes_in_and_out(tmp_path: Path, model: Path, kv: Any, n: int) -> None:
+    slot, out = tmp_path / "slot", tmp_path / "out"
+    write_slot_file(slot, IDS, kv)
+    assert listed(tmp_path) == []
+    assert run(tmp_path, "import", slot, model=model) == (
+        *(0, f"{slot}: {n} of 40 tokens stored\n", ""),
+    )
+    (found,) = listed(tmp_path, model)
+    assert found["n_tokens"] == n
+    assert "text" in found
+    key = found["key"][:8]
+    code, text, err = run(tmp_path, "export", key, out, "--streams", 3, model=model)
+    assert (code, text, err) == (0, f"{out}: {n} tokens\n", "")
+    written = read_slot_file(out)
+    assert written.tokens.tolist() == IDS[:n].tolist()
+    assert written.kv.n_streams == 3
+    whole = kv.parts[0].take(0, n)
+    assert same(written.kv.parts, (whole, *kv.parts[1:]))
+    shown = run(tmp_path, "list")[1]
+    assert f"{found['key'][:16]}  {n} tokens, " in shown
+    assert "disk: " in shown
+
+
+def test_another_model_s_prefixes_are_not_there(tmp_path: Path, model: Path) -> None:
+    slot, other = tmp_path / "slot", tmp_path / "other.gguf"
+    write_slot_file(slot, IDS, state(cells(40)))
+    make.write_model(other, shape=make.TINY, seed=1)
+    run(tmp_path, "import", slot, model=model)
+    (found,) = listed(tmp_path)
+    assert listed(tmp_path, other) == []
+    code, _, err = run(tmp_path, "export", found["key"], tmp_path / "out", model=other)
+    assert code == 1
+    assert "expected the beginning of one key of this model" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "match"),
+    [
+        (("import", "slot"), 2, "expected --model"),
+        (("export", "key", "out"), 2, "expected --model"),
+        (("list", "key"), 2, "expected nothing behind it"),
+        (("import", "--model", "MODEL"), 2, "expected slot files behind it"),
+        (("export", "key", "--model", "MODEL"), 2, "expected KEY and FILE behind it"),
+        (("import", "MODEL", "--model", "MODEL"), 1, "this is no slot file of llama.cpp"),
+        (("import", "missing", "--model", "MODEL"), 1, "No such file"),
+        (("import", "MODEL", "--model", "missing"), 1, "No such file"),
+    ],
+)
+def test_wrong_usage(
+    tmp_path: Path, model: Path, words: tuple[str, ...], code: int, match: str
+) -> None:
+    found, _, err = run(tmp_path, *(str(model) if word == "MODEL" else word for word in words))
+    assert found == code
+    assert match in " ".join(err.split())
+
+
+def test_a_store_is_named(tmp_path: Path) -> None:
+    assert "expected --store" in show("store", "list")[2]

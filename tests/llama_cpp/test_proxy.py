@@ -1,0 +1,287 @@
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+import unimem as um
+from support.files.prefix_stores import files_of
+from support.models import make
+from support.servers.llama_server import FakeLlama, answer_to, fake_llama
+from unimem.errors import FormatError
+from unimem.llama_cpp.proxy import RESTORED, SlotProxy
+from unimem.llama_cpp.server import LlamaServer
+
+SYSTEM = "You are careful. " * 8
+SIZE = 16
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make.write_model(tmp_path_factory.mktemp("model") / "m.gguf", shape=make.TINY)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "slots"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[um.KVStore]:
+    with um.KVStore(tmp_path / "kv", ram_bytes=0, disk_bytes=1 << 26, chunk_tokens=SIZE) as store:
+        yield store
+
+
+class Served:
+    """A proxy that runs, its server, and what it logged."""
+
+    def __init__(self, url: str, fake: FakeLlama, log: list[str]) -> None:
+        self.url, self.fake, self.log = url, fake, log
+
+    def ask(self, path: str, body: Any = None, method: str = "POST") -> tuple[int, bytes, int]:
+        """Return status, body and restored tokens of a response."""
+        connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=30)
+        try:
+            connection.request(method, path, None if body is None else json.dumps(body))
+            response = connection.getresponse()
+            return response.status, response.read(), int(response.getheader(RESTORED, "-1"))
+        finally:
+            connection.close()
+
+    def complete(self, text: str, **more: Any) -> tuple[str, int]:
+        """Return an answer, and restored tokens."""
+        status, data, n = self.ask("/completion", {"prompt": text, "n_predict": 4} | more)
+        assert status == 200, data
+        return json.loads(data)["content"], n
+
+
+@contextmanager
+def served(
+    store: um.KVStore, model: Path, folder: Path, *, options: str = "", **knobs: Any
+) -> Iterator[Served]:
+    log: list[str] = []
+    with fake_llama(folder, model, **knobs) as fake:
+        server = LlamaServer(fake.url, folder)
+        where = ("127.0.0.1", 0)
+        proxy = SlotProxy(store, model, server, where, options=options, log=log.append)
+        thread = threading.Thread(target=proxy.serve)
+        thread.start()
+        try:
+            yield Served("http://{}:{}".format(*proxy.address), fake, log)
+        finally:
+            proxy.close()
+            thread.join()
+
+
+def expected(text: str, **knobs: Any) -> str:
+    return answer_to({"prompt": text, "n_predict": 4}, **knobs)
+
+
+def test_another_server_goes_on_from_what_one_computed(
+    store: um.KVStore, model: Path, folder: Path
+) -> None:
+    first, second = SYSTEM + "one", SYSTEM + "two"
+    with served(store, model, folder, n_slots=1) as one:
+        assert one.complete(first) == (expected(first), 0)
+        # The slot has it.
+        assert one.complete(first + "?") == (expected(first + "?"), 0)
+        assert one.log == []
+    with served(store, model, folder) as two:
+        before = two.fake.n_computed
+        restored = (len(SYSTEM) + 1) // SIZE * SIZE
+        assert two.complete(second) == (expected(second), restored)
+        assert two.fake.n_computed - before == len(second) + 1 - restored
+        assert two.log == []
+    assert list(folder.iterdir()) == []
+
+
+def test_an_answer_is_stored_with_its_prompt(store: um.KVStore, model: Path, folder: Path) -> None:
+    with served(store, model, folder) as one:
+        said, _ = one.complete(SYSTEM, n_predict=40)
+    with served(store, model, folder) as two:
+        _, n = two.complete(SYSTEM + said + "and?")
+    assert n == (len(SYSTEM) + 1 + 39) // SIZE * SIZE
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chats_pass_as_the_server_answers(
+    store: um.KVStore, model: Path, folder: Path, stream: bool
+) -> None:
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "x"}]
+    chat: dict[str, Any] = {"messages": messages}
+    chat |= {"max_tokens": 4, "stream": stream}
+    with served(store, model, folder) as one:
+        answers = [one.ask("/v1/chat/completions", chat) for _ in range(2)]
+        assert [status for status, *_ in answers] == [200, 200]
+    with served(store, model, folder) as two:
+        _, data, n = two.ask("/v1/chat/completions", chat)
+        body = two.fake.bodies[-1]
+    events = [line[6:] for line in data.splitlines() if line.startswith(b"data: ")]
+    text = "".join(json.loads(event).get("content", "") for event in events or [data])
+    assert text == answer_to(chat)
+    assert n > len(SYSTEM)
+    assert body == chat | {"id_slot": body["id_slot"], "cache_prompt": True, "n_cache_reuse": 0}
+
+
+def test_states_are_restored_where_they_end(store: um.KVStore, model: Path, folder: Path) -> None:
+    with served(store, model, folder, has_states=True) as one:
+        said, _ = one.complete(SYSTEM)
+    with served(store, model, folder, has_states=True) as two:
+        text = SYSTEM + said[:3]  # what the state has seen
+        assert two.complete(text + "more") == (expected(text + "more"), len(text) + 1)
+        assert two.complete(SYSTEM[:40])[1] == 0
+
+
+def test_a_damaged_chunk_costs_time_alone(store: um.KVStore, model: Path, folder: Path) -> None:
+    with served(store, model, folder) as one:
+        one.complete(SYSTEM)
+    for path in files_of(Path(store.folder)):
+        data = bytearray(path.read_bytes())
+        data[-9] ^= 1
+        path.write_bytes(data)
+    with pytest.warns(um.PlacementWarning, match="removed"), served(store, model, folder) as two:
+        assert two.complete(SYSTEM) == (expected(SYSTEM), 0)
+
+
+def test_a_full_context_is_not_stored_as_if_it_had_all_tokens(
+    store: um.KVStore, model: Path, folder: Path
+) -> None:
+    text = SYSTEM[:50]
+    with served(store, model, folder, n_ctx=64) as one:
+        said, _ = one.complete(text, n_predict=60)
+        assert said != expected(text)  # longer than the context
+        kept = one.fake.slots
+        assert all(not tokens or tokens[0] == 1 for tokens, _ in kept)
+    with served(store, model, folder) as two:
+        follows = text + said
+        body = {"prompt": follows, "n_predict": 4}
+        assert two.complete(follows)[0] == answer_to(body)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"lora": [{"id": 0, "scale": 1}]},
+        {"cache_prompt": False},
+        {"n": 2},
+        {"prompt": ["a", "b"]},
+        {"prompt": 5},
+    ],
+)
+def test_other_completions_pass_unchanged(
+    store: um.KVStore, model: Path, folder: Path, more: dict[str, Any]
+) -> None:
+    body = {"prompt": SYSTEM, "n_predict": 4} | more
+    with served(store, model, folder) as one:
+        one.fake.complete = lambda body: ([97], 1)  # type: ignore[method-assign]
+        status, _, n = one.ask("/completion", body)
+        assert (status, n) == (200, -1)
+        assert one.fake.bodies[-1] == body
+
+
+def test_what_is_no_completion_passes_unchanged(
+    store: um.KVStore, model: Path, folder: Path
+) -> None:
+    with served(store, model, folder) as one:
+        assert one.ask("/health", method="GET")[:2] == (200, b'{"status": "ok"}')
+        assert one.ask("/unknown", method="GET")[0] == 404
+        assert json.loads(one.ask("/v1/embeddings", {"input": "a"})[1]) == {"input": "a"}
+
+
+def test_errors_of_the_server_pass(store: um.KVStore, model: Path, folder: Path) -> None:
+    with served(store, model, folder) as one:
+        kept = files_of(Path(store.folder))  # what the proxy knows the server by
+        status, data, _ = one.ask("/completion", {"prompt": "bad"})
+        assert (status, json.loads(data)["error"]["message"]) == (400, "bad")
+        assert files_of(Path(store.folder)) == kept
+
+
+def test_a_server_that_dies_ends_the_answer(store: um.KVStore, model: Path, folder: Path) -> None:
+    with served(store, model, folder) as one:
+        one.fake.dies = True
+        with pytest.raises(http.client.IncompleteRead):
+            one.ask("/completion", {"prompt": SYSTEM, "stream": True})
+        one.fake.dies = False
+        assert one.complete(SYSTEM)[0] == expected(SYSTEM)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_server_that_is_gone_is_an_error_of_a_gateway(
+    store: um.KVStore, model: Path, folder: Path
+) -> None:
+    with fake_llama(folder, model) as fake:
+        server = LlamaServer(fake.url, folder)
+        log: list[str] = []
+        proxy = SlotProxy(store, model, server, ("127.0.0.1", 0), log=log.append)
+    thread = threading.Thread(target=proxy.serve)
+    thread.start()
+    try:
+        gone = Served("http://{}:{}".format(*proxy.address), fake, log)
+        status, data, _ = gone.ask("/completion", {"prompt": SYSTEM})
+    finally:
+        proxy.close()
+        thread.join()
+    assert status == 502
+    assert json.loads(data)["error"]["type"] == "unavailable_error"
+    assert log[0].startswith("a completion passes without the store: ")
+    with pytest.raises(OSError, match="refused"):
+        SlotProxy(store, model, server, ("127.0.0.1", 0))
+
+
+def test_a_server_of_another_model_is_refused(
+    store: um.KVStore, model: Path, folder: Path, tmp_path: Path
+) -> None:
+    other = make.write_model(tmp_path / "other.gguf", shape=make.TINY, seed=1)
+    with fake_llama(folder, other) as fake:
+        server = LlamaServer(fake.url, folder)
+        with pytest.raises(FormatError, match=r"the server runs .*other.gguf, expected .*m.gguf"):
+            SlotProxy(store, model, server, ("127.0.0.1", 0))
+
+
+def test_a_server_that_computes_something_else_is_refused_or_has_another_name(
+    store: um.KVStore, model: Path, folder: Path
+) -> None:
+    with served(store, model, folder) as one:
+        one.complete(SYSTEM)
+    with (
+        pytest.raises(FormatError, match="computes other keys"),
+        served(store, model, folder, salt=1),
+    ):
+        pass
+    with served(store, model, folder, salt=1, options="another RoPE") as two:
+        assert two.complete(SYSTEM) == (expected(SYSTEM, salt=1), 0)
+    with served(store, model, folder, salt=2, lora=[{"id": 0, "scale": 0.5}]) as three:
+        assert three.complete(SYSTEM) == (expected(SYSTEM, salt=2), 0)
+        # The server was started anew, and computes as the first one.
+        three.fake.lora, three.fake.salt, three.fake.slots = [], 0, [([], [])] * 2
+        assert three.complete(SYSTEM) == (expected(SYSTEM), (len(SYSTEM)) // SIZE * SIZE)
+
+
+def test_completions_at_once_have_slots_of_their_own(
+    store: um.KVStore, model: Path, folder: Path
+) -> None:
+    texts = [f"{SYSTEM[: 40 + i]}{i}" for i in range(8)]
+    found: dict[str, str] = {}
+    with served(store, model, folder) as one:
+
+        def ask(text: str) -> None:
+            found[text] = one.complete(text)[0]
+
+        threads = [threading.Thread(target=ask, args=(text,)) for text in texts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert {body["id_slot"] for body in one.fake.bodies[1:]} == {0, 1}
+        assert one.complete(SYSTEM, id_slot=5)[0] == expected(SYSTEM)
+        assert one.fake.bodies[-1]["id_slot"] == 1
+    assert found == {text: expected(text) for text in texts}

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support.files.llama_states import cells, recurrent, same, state
+from unimem.errors import FormatError
+from unimem.llama_cpp.slot_file import read_slot_file, write_slot_file
+from unimem.llama_cpp.state import kv_to_state
+
+IDS = np.arange(20, dtype=np.int32)
+SEQUENCE = struct.pack("<Ii", 0xAF143CD8, 0)
+
+
+def test_a_slot_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "slot"
+    write_slot_file(path, IDS, state(n_streams=2, head=SEQUENCE))
+    found = read_slot_file(path)
+    assert path.read_bytes()[:4] == b"qsgg"
+    assert same(found.kv, state(n_streams=2))
+    assert list(found.tokens) == list(IDS)
+    assert found.checkpoints == ()
+
+
+def test_tokens_and_checkpoints_of_the_newest_servers(tmp_path: Path) -> None:
+    kv, window = state(cells(), recurrent()), state(recurrent(8), head=SEQUENCE)
+    saved = kv_to_state(window)
+    packed = np.array([-1, 1, 20, *IDS, 0], "<i4")
+    path = tmp_path / "slot"
+    path.write_bytes(
+        struct.pack("<III", 0x67677371, 4, len(packed)) + packed.tobytes() + kv_to_state(kv)
+        + b"SCKP" + struct.pack("<II", 1, 1)
+        + struct.pack("<qiiQ", 8, 0, 7, len(saved)) + saved + bytes(16)
+    )  # fmt: skip
+    found = read_slot_file(path)
+    assert list(found.tokens) == list(IDS)
+    assert same(found.kv, kv)
+    ((n, checkpoint),) = found.checkpoints
+    assert n == 8
+    assert same(checkpoint, window)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(FormatError, match="cut off inside its checkpoints"):
+        read_slot_file(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda data: data[:7], "cut off inside its header"),
+        (lambda data: b"GGUF" + data[4:], "no slot file of llama.cpp"),
+        (lambda data: data[:4] + struct.pack("<I", 5) + data[8:], "version 5 .* is not known"),
+        (lambda data: data[:4] + struct.pack("<I", 2) + data[8:], "version 2 .* is not known"),
+        (lambda data: data[:50], "cut off inside its 20 tokens"),
+        (lambda data: data[:-1], "the state of one sequence"),
+        (lambda data: data[:12] + struct.pack("<i", -1) + data[16:], "images or sound"),
+        (lambda data: data[:16] + struct.pack("<i", -7) + data[20:], "a negative number"),
+    ],
+)
+def test_another_file_is_refused(tmp_path: Path, change: object, match: str) -> None:
+    path = tmp_path / "slot"
+    write_slot_file(path, IDS, state())
+    path.write_bytes(change(path.read_bytes()))  # type: ignore[operator]
+    with pytest.raises(FormatError, match=match) as caught:
+        read_slot_file(path)
+    assert caught.value.path == str(path)

@@ -1,0 +1,90 @@
+"""Layers with states, beside layers with tokens or alone, generate as with transformers' cache."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the extra transformers needs torch")
+pytest.importorskip("transformers.cache_utils", reason="the extra transformers")
+
+import torch
+import transformers
+
+import unimem as um
+from support.models import architectures
+from support.models.architectures import CACHE
+from unimem.transformers import KVCache
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("gives_memory_back")]
+
+NAMES = "bamba falcon_h1 falcon_mamba jamba kimi_linear lfm2 mamba mamba2 qwen3_next".split()
+
+
+def generated(model: Any, cache: Any, **options: Any) -> Any:
+    ids = architectures.ids(2, 12)
+    given = {CACHE: cache} if cache is not None else {"use_cache": False}
+    more = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    return model.generate(ids, **given, **more, **options).tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("how", ["greedy", "beams"])
+def test_the_tokens_of_dynamic_cache(name: str, how: str) -> None:
+    model = architectures.model(name)
+    options = {"num_beams": 3} if how == "beams" else {}
+    expected = generated(model, transformers.DynamicCache(config=model.config), **options)
+    with KVCache.for_model(model) as cache:
+        assert generated(model, cache, **options) == expected
+        states = cache._states()
+        assert states
+        held = [kv.state(0).ctypes.data for layer in states for kv in layer.caches]
+        addresses = {state.data_ptr() for one in states for state in one._tensors().values()}
+        assert addresses == {*held}
+        assert cache.capacity_bytes >= sum(kv.capacity_bytes for one in states for kv in one.caches)
+        with copy.deepcopy(cache) as other:
+            before = [state.clone() for one in states for state in one._tensors().values()]
+            cache.reset()
+            after = [state for one in other._states() for state in one._tensors().values()]
+            assert all(map(torch.equal, before, after))
+        assert generated(model, cache, **options) == expected
+
+
+def test_what_states_cannot_do_is_refused(tmp_path: Path) -> None:
+    model = architectures.model("qwen3_next")
+    with KVCache.for_model(model) as cache:
+        generated(model, cache)
+        with pytest.raises(NotImplementedError, match="save: expected layers of keys and values"):
+            cache.save(tmp_path / "chat.kv")
+        with pytest.raises(ValueError, match="layers have states that do not go back"):
+            cache.crop(-1)
+        with (
+            um.KVStore(tmp_path / "s", ram_bytes=1 << 20) as store,
+            pytest.raises(NotImplementedError, match="put_into: expected layers"),
+        ):
+            cache.put_into(store, architectures.ids())
+
+
+@pytest.mark.parametrize("name", ["rwkv", "xlstm", "xlm"])
+def test_models_with_other_caches_are_refused(name: str) -> None:
+    config = transformers.AutoConfig.for_model(name)
+    with pytest.raises(NotImplementedError, match=f"{name} has a cache of its own"):
+        KVCache(config)
+
+
+def test_encoders_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="t5 has an encoder"):
+        KVCache(transformers.T5Config())
+
+
+@pytest.mark.parametrize(
+    "name", ["bloom", "deepseek_v2", "deepseek_v3", "longcat_flash", "minicpm3", "mpt"]
+)
+def test_models_without_a_longest_text_or_with_two_widths_are_served(name: str) -> None:
+    model = architectures.model(name)
+    expected = generated(model, transformers.DynamicCache(config=model.config))
+    with KVCache.for_model(model) as cache:
+        assert generated(model, cache) == expected
