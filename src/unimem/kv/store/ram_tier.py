@@ -403,11 +403,13 @@ class RamTier:
                 return window.start + int(places[0]), first
             among = window if not len(places) else slice(0, None)
             used = self._used[among]
-            # A time in the future is from a wrong clock.
-            ages = np.where((used > now) & (used < _FREE) & (now > used_ns - 1), -1, used)
-            oldest = int(np.argmin(ages))
-            if ages[oldest] >= used_ns:
-                return None
+            oldest = int(np.argmin(used))
+            if used[oldest] >= used_ns:
+                # A time in the future is from a wrong clock.
+                future = np.flatnonzero((used > now) & (used < _FREE))
+                if not len(future):
+                    return None
+                oldest = int(future[0])
             self._free((among.start or 0) + oldest)
 
     def _free(self, at: int) -> None:
