@@ -49,8 +49,8 @@ typedef struct um_pieces_pool {
 
 /* Which piece is evicted. A piece that a holder keeps is never evicted. */
 typedef enum um_pieces_policy {
-    /* The one that is worth least by its uses, where older ones count less, and those of its group's
-     * last call more; and by how soon it is the group's turn, as groups call in order. */
+    /* The one that is worth least by its uses, where older ones count less, and those of its
+     * group's last call more; and by how soon it is the group's turn, as groups call in order. */
     UM_PIECES_FREQUENT = 0,
     UM_PIECES_RECENT, /* the one not used for the longest time (LRU) */
     UM_PIECES_CYCLE,  /* the one used last: best where all pieces are used in a circle */

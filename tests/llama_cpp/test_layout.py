@@ -4,7 +4,7 @@ import pytest
 
 from support.files.llama_states import Q8_0, cells, recurrent, state
 from unimem.llama_cpp.layout import empty_cells, layout_of
-from unimem.llama_cpp.state import Cells, LlamaKV
+from unimem.llama_cpp.state import CellRows, LlamaKV
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_tokens_streams_and_head_are_not_in_the_layout() -> None:
 def test_empty_cells_have_the_layout() -> None:
     kv = state(cells(kinds=(Q8_0, Q8_0), extra=True, rotations=(64, 64)))
     made = empty_cells(layout_of(kv), 7)
-    assert isinstance(made, Cells)
+    assert isinstance(made, CellRows)
     assert len(made.positions) == 7
     assert layout_of(state(made)) == layout_of(kv)
     assert empty_cells(layout_of(state(recurrent())), 7) is None

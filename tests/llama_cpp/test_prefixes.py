@@ -27,7 +27,8 @@ def store(tmp_path: Path) -> Iterator[um.KVStore]:
 
 
 def first(kv: LlamaKV, n: int) -> LlamaKV:
-    return kv._replace(parts=tuple(part.take(0, n) for part in kv.parts))  # type: ignore[union-attr]
+    parts: Any = kv.parts
+    return kv._replace(parts=tuple(part.take(0, n) for part in parts))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,8 @@ def test_a_probe_finds_other_computations(store: um.KVStore) -> None:
 
     def probe(change: float) -> LlamaKV:
         rows = (values + np.float16(change)).view(np.uint8)
-        keys = tuple(lane._replace(rows=rows) for lane in kv.parts[0].keys)  # type: ignore[union-attr]
+        cells: Any = kv.parts[0]
+        keys = tuple(lane._replace(rows=rows) for lane in cells.keys)
         return state(kv.parts[0]._replace(keys=keys))  # type: ignore[call-arg]
 
     found = [prefixes.agrees([1, 2, 3], probe(change)) for change in (0, 0, 1e-3, 0.5, 0)]

@@ -4,7 +4,7 @@ import threading
 
 import numpy as np
 
-from unimem.llama_cpp.slots import Slots, n_common
+from unimem.llama_cpp.slots import ServerSlots, n_common
 
 
 def ids(*tokens: int) -> np.ndarray:
@@ -17,7 +17,7 @@ def test_common_first_tokens() -> None:
 
 
 def test_the_slot_with_the_longest_prefix_is_taken_then_the_oldest() -> None:
-    slots = Slots(3)
+    slots = ServerSlots(3)
     slots.held = [ids(1, 2), ids(1, 2, 3), ids(9)]
     with slots.taken(ids(1, 2, 3, 4)) as first, slots.taken(ids(1, 2, 3, 4)) as second:
         assert (first, second, len(slots)) == (1, 0, 3)
@@ -28,7 +28,7 @@ def test_the_slot_with_the_longest_prefix_is_taken_then_the_oldest() -> None:
 
 
 def test_a_taken_slot_is_waited_for() -> None:
-    slots = Slots(1)
+    slots = ServerSlots(1)
     taken = threading.Event()
 
     def wait() -> None:
@@ -44,7 +44,7 @@ def test_a_taken_slot_is_waited_for() -> None:
 
 
 def test_a_slot_that_is_saved_is_waited_for_if_its_prefix_is_longer() -> None:
-    slots = Slots(2)
+    slots = ServerSlots(2)
     found: list[int] = []
 
     def ask(*tokens: int) -> threading.Thread:

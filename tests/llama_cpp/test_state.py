@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from support.files.llama_states import F16, Q8_0, cells, recurrent, same, state
 from unimem.errors import FormatError
-from unimem.llama_cpp.state import Cells, LlamaKV, kv_to_state, state_to_kv
+from unimem.llama_cpp.state import CellRows, LlamaKV, kv_to_state, state_to_kv
 
 SEQUENCE = struct.pack("<Ii", 0xAF143CD8, 0)
 CONTEXT = struct.pack("<I", 5) + b"llama"
@@ -48,7 +48,7 @@ def test_a_state_is_read_as_it_was_written(kv: LlamaKV) -> None:
 def test_cells_are_read_in_the_order_of_their_positions() -> None:
     kv = state()
     (part,) = kv.parts
-    assert isinstance(part, Cells)
+    assert isinstance(part, CellRows)
     order = np.random.default_rng(1).permutation(len(part.positions))
     keys, values = (
         tuple(lane._replace(rows=lane.rows[order]) for lane in lanes)

@@ -61,7 +61,8 @@ class Llama:
 
 def first(n: int) -> LlamaKV:
     kv = state(cells(20), head=CONTEXT, n_streams=2)
-    return kv._replace(parts=tuple(part.take(0, n) for part in kv.parts))  # type: ignore[union-attr]
+    parts: Any = kv.parts
+    return kv._replace(parts=tuple(part.take(0, n) for part in parts))
 
 
 @pytest.fixture(scope="module")

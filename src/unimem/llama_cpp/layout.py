@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from unimem.llama_cpp.state import Cells, Lane, LlamaKV, Part, Recurrent
+from unimem.llama_cpp.state import CellRows, LlamaKV, Part, Recurrent, StateLane
 
 __all__ = ["empty_cells", "layout_of"]
 
@@ -18,18 +18,20 @@ def layout_of(kv: LlamaKV) -> str:
     return json.dumps(facts, separators=(",", ":"))
 
 
-def empty_cells(layout: str, n: int) -> Cells | None:
+def empty_cells(layout: str, n: int) -> CellRows | None:
     """Return the first part of a layout with n cells of zeros; None if it has states only."""
     facts = json.loads(layout)["parts"][0]
     if "k" not in facts:
         return None
     keys, values = (
-        tuple(Lane(kind, np.zeros((n, row_bytes), np.uint8)) for kind, row_bytes in facts[part])
+        tuple(
+            StateLane(kind, np.zeros((n, row_bytes), np.uint8)) for kind, row_bytes in facts[part]
+        )
         for part in ("k", "v")
     )
     extra = np.zeros((n, 12), np.uint8) if facts["extra"] else None
     head = np.zeros(n, np.int32), extra, facts["transposed"], tuple(facts["rotations"])
-    return Cells(*head, keys, values)
+    return CellRows(*head, keys, values)
 
 
 def _facts(part: Part) -> dict[str, Any]:

@@ -24,11 +24,11 @@ from unimem.kv.store.engine_chunks import EngineChunks
 from unimem.kv.store.store import KVStore
 from unimem.kv.token_ids import Tokens, token_ids
 from unimem.llama_cpp.layout import empty_cells, layout_of
-from unimem.llama_cpp.state import Cells, Lane, LlamaKV, Part, kv_to_state, state_to_kv
+from unimem.llama_cpp.state import CellRows, LlamaKV, Part, StateLane, kv_to_state, state_to_kv
 from unimem.weights.dequantize import dequantize
 from unimem.weights.gguf import tensor_type
 
-__all__ = ["HEAD_BYTES", "ChunkHead", "LlamaPrefixes", "chain"]
+__all__ = ["ChunkHead", "LlamaPrefixes", "chain"]
 
 #: Before the tokens and rows of each chunk.
 HEAD_BYTES = 8192
@@ -170,10 +170,10 @@ class LlamaPrefixes:
         now = time.time_ns()  # before the chunks that are there, which stay
         self._chunks.touch(keys[1:])
         cells = kv.parts[0]
-        for i, key in enumerate(keys[1:] if isinstance(cells, Cells) else ()):
+        for i, key in enumerate(keys[1:] if isinstance(cells, CellRows) else ()):
             first, end = i * self._size, (i + 1) * self._size
             if not self._chunks.has(key):
-                assert isinstance(cells, Cells)
+                assert isinstance(cells, CellRows)
                 blob = self._blob((cells.take(first, end),))
                 place = first, ids[first:end], keys[i]
                 # Later chunks count as used earlier, and do not evict those before them.
@@ -244,7 +244,7 @@ class LlamaPrefixes:
         cells = kv.parts[0]
         if n > len(ids):
             raise FormatError(f"expected the ids of {n} tokens, got {len(ids)}")
-        if isinstance(cells, Cells) and not np.array_equal(cells.positions, np.arange(n)):
+        if isinstance(cells, CellRows) and not np.array_equal(cells.positions, np.arange(n)):
             raise FormatError("expected a state with all of its tokens, got one that lost some")
         return ids[:n]
 
@@ -267,7 +267,7 @@ class LlamaPrefixes:
     ) -> LlamaKV | None:
         """Read all tokens; None, and `lacking` has a further key, if a chunk is missing."""
         n, size = len(ids), self._size
-        rows: list[Cells] = []
+        rows: list[CellRows] = []
         rest: tuple[Part, ...] = ()
         for i in range(n // size if self._has_rows else 0):
             held = ids[i * size : (i + 1) * size]
@@ -302,7 +302,7 @@ class LlamaPrefixes:
         first = len(ids) // self._size * self._size
         tail: tuple[Part, ...] = ()
         cells = kv.parts[0]
-        if isinstance(cells, Cells) and first < len(ids):
+        if isinstance(cells, CellRows) and first < len(ids):
             tail = (cells.take(first, len(ids)),)
         key = _end_key(parent, ids, self._size)
         self._put_pieces(key, (first, ids[first:], parent), self._blob((*tail, *parts)))
@@ -373,16 +373,16 @@ def _piece_key(key: bytes, i: int) -> bytes:
 def _are_behind(parts: tuple[Part, ...], n: int) -> bool:
     """Whether all parts are of exactly n tokens."""
     return all(
-        (int(part.positions[-1]) if isinstance(part, Cells) else part.position) == n - 1
+        (int(part.positions[-1]) if isinstance(part, CellRows) else part.position) == n - 1
         for part in parts
     )
 
 
-def _join(rows: list[Cells]) -> Cells:
+def _join(rows: list[CellRows]) -> CellRows:
     first = rows[0]
     keys, values = (
         tuple(
-            Lane(lane.type, np.concatenate([getattr(cells, part)[i].rows for cells in rows]))
+            StateLane(lane.type, np.concatenate([getattr(cells, part)[i].rows for cells in rows]))
             for i, lane in enumerate(getattr(first, part))
         )
         for part in ("keys", "values")
@@ -391,7 +391,7 @@ def _join(rows: list[Cells]) -> Cells:
     if first.extra is not None:
         extra = np.concatenate([cells.extra for cells in rows if cells.extra is not None])
     positions = np.concatenate([cells.positions for cells in rows])
-    return Cells(positions, extra, first.is_transposed, first.rotations, keys, values)
+    return CellRows(positions, extra, first.is_transposed, first.rotations, keys, values)
 
 
 def _distance(a: LlamaKV, b: LlamaKV) -> float:
@@ -406,12 +406,12 @@ def _distance(a: LlamaKV, b: LlamaKV) -> float:
     return float((apart / size) ** 0.5) if size else 0.0
 
 
-def _compared(kv: LlamaKV) -> list[Lane]:
-    parts = (part.keys if isinstance(part, Cells) else part.tensors for part in kv.parts)
+def _compared(kv: LlamaKV) -> list[StateLane]:
+    parts = (part.keys if isinstance(part, CellRows) else part.tensors for part in kv.parts)
     return [lane for lanes in parts for lane in lanes]
 
 
-def _values(lane: Lane) -> NDArray[np.float32]:
+def _values(lane: StateLane) -> NDArray[np.float32]:
     data = np.ascontiguousarray(lane.rows).reshape(-1)
     if lane.type == 0:
         return data.view("<f4")

@@ -25,8 +25,8 @@ from unimem.kv.token_ids import token_ids
 from unimem.llama_cpp.identity import model_hash
 from unimem.llama_cpp.prefixes import LlamaPrefixes
 from unimem.llama_cpp.server import LlamaServer
-from unimem.llama_cpp.slots import Slots, n_common
-from unimem.llama_cpp.state import Cells
+from unimem.llama_cpp.slots import ServerSlots, n_common
+from unimem.llama_cpp.state import CellRows
 
 __all__ = ["RESTORED", "SlotProxy"]
 
@@ -49,7 +49,7 @@ class _Known:
 
     props: Any
     prefixes: LlamaPrefixes
-    slots: Slots
+    slots: ServerSlots
     n_streams: int
 
 
@@ -156,7 +156,7 @@ class SlotProxy:
                 f"{self._server.url} computes other keys than those in the store for this model: "
                 "start it as the first one (adapters, RoPE), or give --options a name for this way"
             )
-        return _Known(asked, prefixes, Slots(props["total_slots"]), saved.kv.n_streams)
+        return _Known(asked, prefixes, ServerSlots(props["total_slots"]), saved.kv.n_streams)
 
     # ---- requests ----
 
@@ -242,7 +242,7 @@ class SlotProxy:
             # The context was full, and answers were dropped from it: what is behind them was
             # computed with them.
             self._server.erase(slot)
-            if len(kv.parts) == 1 and isinstance(cells := kv.parts[0], Cells):
+            if len(kv.parts) == 1 and isinstance(cells := kv.parts[0], CellRows):
                 known.prefixes.put(ids, kv._replace(parts=(cells.take(0, len(ids)),)))
             return ids[:0]
         known.prefixes.put(saved.tokens, kv, saved.checkpoints)

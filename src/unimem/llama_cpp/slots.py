@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Slots", "n_common"]
+__all__ = ["ServerSlots", "n_common"]
 
 
 def n_common(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
@@ -19,8 +19,8 @@ def n_common(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
     return int(differ[0]) if differ.size else n
 
 
-class Slots:
-    """Slots, with the tokens that each was last seen to hold.
+class ServerSlots:
+    """ServerSlots, with the tokens that each was last seen to hold.
 
     That serves to choose one: a slot that holds something else costs time alone.
     """

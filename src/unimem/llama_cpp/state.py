@@ -17,12 +17,11 @@ from numpy.typing import NDArray
 from unimem.errors import FormatError
 
 __all__ = [
-    "VERSIONS",
-    "Cells",
-    "Lane",
+    "CellRows",
     "LlamaKV",
     "Part",
     "Recurrent",
+    "StateLane",
     "begin_of_state",
     "check_version",
     "kv_to_state",
@@ -40,14 +39,14 @@ _VALUE_BYTES = {0: 4, 1: 2, 30: 2}
 _CACHE_TYPES = {*_VALUE_BYTES, 2, 3, 6, 7, 8, 20}
 
 
-class Lane(NamedTuple):
+class StateLane(NamedTuple):
     """K or V of a layer: ggml's number of the type, and ``uint8 [cells, bytes of a row]``."""
 
     type: int
     rows: NDArray[np.uint8]
 
 
-class Cells(NamedTuple):
+class CellRows(NamedTuple):
     """One cache of attention, its cells in the order of positions.
 
     `positions` is ``int32 [cells]``. `extra` is ``uint8 [cells, 12]`` for models whose tokens have
@@ -60,18 +59,18 @@ class Cells(NamedTuple):
     extra: NDArray[np.uint8] | None
     is_transposed: bool
     rotations: tuple[int, ...]
-    keys: tuple[Lane, ...]
-    values: tuple[Lane, ...]
+    keys: tuple[StateLane, ...]
+    values: tuple[StateLane, ...]
 
-    def take(self, first: int, end: int) -> Cells:
+    def take(self, first: int, end: int) -> CellRows:
         """View some of the cells."""
         lanes = (
-            tuple(Lane(lane.type, lane.rows[first:end]) for lane in lanes)
+            tuple(StateLane(lane.type, lane.rows[first:end]) for lane in lanes)
             for lanes in (self.keys, self.values)
         )
         extra = None if self.extra is None else self.extra[first:end]
         head = self.positions[first:end], extra, self.is_transposed, self.rotations
-        return Cells(*head, *lanes)
+        return CellRows(*head, *lanes)
 
 
 class Recurrent(NamedTuple):
@@ -82,10 +81,10 @@ class Recurrent(NamedTuple):
 
     position: int
     n_layers: int
-    tensors: tuple[Lane, ...]
+    tensors: tuple[StateLane, ...]
 
 
-Part: TypeAlias = Cells | Recurrent
+Part: TypeAlias = CellRows | Recurrent
 
 
 class LlamaKV(NamedTuple):
@@ -99,7 +98,7 @@ class LlamaKV(NamedTuple):
         What is before the first part: empty in slot files.
     n_streams : int
         Sequences for which the context has caches of their own; 1 for a unified cache.
-    parts : tuple of Cells or Recurrent
+    parts : tuple of CellRows or Recurrent
         In llama.cpp's order.
     """
 
@@ -112,7 +111,7 @@ class LlamaKV(NamedTuple):
     def n_tokens(self) -> int:
         """Tokens of the sequence: the number behind its last position."""
         return 1 + max(
-            int(part.positions[-1]) if isinstance(part, Cells) else part.position
+            int(part.positions[-1]) if isinstance(part, CellRows) else part.position
             for part in self.parts
         )
 
@@ -216,7 +215,7 @@ def _heads(data: NDArray[np.uint8]) -> Iterator[tuple[int, bool]]:
             yield 4 + n, True
 
 
-def _cells_pieces(cells: Cells, n_streams: int) -> Iterator[Any]:
+def _cells_pieces(cells: CellRows, n_streams: int) -> Iterator[Any]:
     n, others = len(cells.positions), n_streams - 1
     yield struct.pack("<II", n_streams, n)
     table = np.zeros(n, _cell_type(cells.extra is not None))
@@ -285,7 +284,7 @@ class _Parser:
             return None
         return struct.unpack(f"<{code}", self._data[at:end].tobytes())
 
-    def _cells(self, at: int) -> Iterator[tuple[Cells, int]]:
+    def _cells(self, at: int) -> Iterator[tuple[CellRows, int]]:
         found = self._words(at, "I")
         if found is None or not 1 <= found[0] <= _MOST_STREAMS:
             return
@@ -316,7 +315,7 @@ class _Parser:
         is_one = (table["n_sequences"] == 1) & (table["sequence"] == table["sequence"][0])
         return (table, end) if is_one.all() and (table["position"] >= 0).all() else None
 
-    def _lanes(self, table: NDArray[Any], at: int) -> Iterator[tuple[Cells, int]]:
+    def _lanes(self, table: NDArray[Any], at: int) -> Iterator[tuple[CellRows, int]]:
         has_rotations = self._version >= 4
         head = self._words(at, "IIII" if has_rotations else "II")
         if head is None or head[0] > 1 or not 1 <= head[1] <= _MOST_LAYERS:
@@ -325,8 +324,8 @@ class _Parser:
         is_transposed, n, n_layers = bool(head[0]), len(table), head[1]
         order = np.argsort(table["position"], kind="stable")
         is_sorted = bool((order == np.arange(n)).all())
-        keys: list[Lane] = []
-        values: list[Lane] = []
+        keys: list[StateLane] = []
+        values: list[StateLane] = []
         for _ in range(n_layers):
             if (found := self._lane(at, n)) is None:
                 return
@@ -343,15 +342,16 @@ class _Parser:
         self.reached = max(self.reached, at)
         if not is_sorted:
             keys, values = (
-                [Lane(lane.type, lane.rows[order]) for lane in lanes] for lanes in (keys, values)
+                [StateLane(lane.type, lane.rows[order]) for lane in lanes]
+                for lanes in (keys, values)
             )
             table = table[order]
         extra = table["extra"] if "extra" in (table.dtype.names or ()) else None
         facts = table["position"], extra, is_transposed, head[2:], tuple(keys)
         for n_values in range(len(values), -1, -1):
-            yield Cells(*facts, tuple(values[:n_values])), ends[n_values]
+            yield CellRows(*facts, tuple(values[:n_values])), ends[n_values]
 
-    def _lane(self, at: int, n: int, least: int = 1) -> tuple[Lane, int] | None:
+    def _lane(self, at: int, n: int, least: int = 1) -> tuple[StateLane, int] | None:
         head = self._words(at, "iQ")
         if head is None or head[0] not in _CACHE_TYPES or not least <= head[1] <= _MOST_ROW:
             return None
@@ -359,9 +359,9 @@ class _Parser:
         end = begin + n * head[1]
         if end > self._data.size:
             return None
-        return Lane(head[0], self._data[begin:end].reshape(n, head[1])), end
+        return StateLane(head[0], self._data[begin:end].reshape(n, head[1])), end
 
-    def _transposed(self, at: int, n: int) -> tuple[Lane, int] | None:
+    def _transposed(self, at: int, n: int) -> tuple[StateLane, int] | None:
         head = self._words(at, "iII")
         if head is None or _VALUE_BYTES.get(head[0]) != head[1] or not 1 <= head[2] <= _MOST_ROW:
             return None
@@ -370,7 +370,7 @@ class _Parser:
         if end > self._data.size:
             return None
         values = self._data[begin:end].view(f"V{head[1]}").reshape(head[2], n)
-        return Lane(head[0], np.ascontiguousarray(values.T).view(np.uint8)), end
+        return StateLane(head[0], np.ascontiguousarray(values.T).view(np.uint8)), end
 
     def _recurrent(self, at: int) -> Iterator[tuple[Recurrent, int]]:
         code = "IiIiII" if self._is_context else "IiIII"
@@ -381,7 +381,7 @@ class _Parser:
         if s_transposed or not 1 <= n_layers <= _MOST_LAYERS:
             return
         at += struct.calcsize(f"<{code}")
-        tensors: list[Lane] = []
+        tensors: list[StateLane] = []
         ends = []
         while len(tensors) < 2 * n_layers:
             found = self._lane(at, 1, least=0)  # a convolution has no other state

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from unimem.llama_cpp.state import Cells, Lane, LlamaKV, Recurrent
+from unimem.llama_cpp.state import CellRows, LlamaKV, Recurrent, StateLane
 
 F16, Q8_0 = (1, 32), (8, 34)  # ggml's number of a type, and bytes of a row
 
@@ -22,13 +22,13 @@ def cells(
     rotations: tuple[int, ...] = (0, 0),
     n_values: int | None = None,
     seed: int = 0,
-) -> Cells:
+) -> CellRows:
     """Return cells with random rows at the positions from `first` on."""
     rng = np.random.default_rng(seed)
 
-    def lanes(kind: tuple[int, int], count: int) -> tuple[Lane, ...]:
+    def lanes(kind: tuple[int, int], count: int) -> tuple[StateLane, ...]:
         rows = (rng.integers(0, 256, (n, kind[1]), np.uint8) for _ in range(count))
-        return tuple(Lane(kind[0], row) for row in rows)
+        return tuple(StateLane(kind[0], row) for row in rows)
 
     more = rng.integers(0, 256, (n, 12), np.uint8) if extra else None
     positions = np.arange(first, first + n, dtype=np.int32)
@@ -36,7 +36,7 @@ def cells(
         lanes(kinds[0], layers),
         lanes(kinds[1], layers if n_values is None else n_values),
     )
-    return Cells(positions, more, is_transposed, rotations, keys, values)
+    return CellRows(positions, more, is_transposed, rotations, keys, values)
 
 
 def recurrent(n: int = 20, seed: int = 0) -> Recurrent:
@@ -44,7 +44,7 @@ def recurrent(n: int = 20, seed: int = 0) -> Recurrent:
     rng = np.random.default_rng(seed)
     sizes = (12, 12, 64, 64)
     rows = (rng.integers(0, 256, (1, size), np.uint8) for size in sizes)
-    return Recurrent(n - 1, 3, tuple(Lane(0, row) for row in rows))
+    return Recurrent(n - 1, 3, tuple(StateLane(0, row) for row in rows))
 
 
 def state(*parts: Any, version: int = 4, head: bytes = b"", n_streams: int = 1) -> LlamaKV:

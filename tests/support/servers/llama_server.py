@@ -19,7 +19,7 @@ import numpy as np
 
 from support.servers.listener import listening
 from unimem.llama_cpp.slot_file import read_slot_file, write_slot_file
-from unimem.llama_cpp.state import Cells, Lane, LlamaKV, Part, Recurrent
+from unimem.llama_cpp.state import CellRows, LlamaKV, Part, Recurrent, StateLane
 
 __all__ = ["FakeLlama", "answer_to", "fake_llama"]
 
@@ -58,7 +58,8 @@ class FakeLlama:
         ids = tokenize(prompt) if isinstance(prompt, str) else list(prompt)
         slot = body.get("id_slot", 0) % self.n_slots
         tokens, rows = self.slots[slot] if body.get("cache_prompt", True) else ([], [])
-        n = next((i for i, (a, b) in enumerate(zip(tokens, ids)) if a != b), len(tokens))  # noqa: B905
+        same = [a == b for a, b in zip(tokens, ids, strict=False)]
+        n = same.index(False) if False in same else len(tokens)
         n = 0 if self.has_states and n < len(tokens) else min(n, len(ids) - 1)
         tokens, rows = ids[:n], rows[:n]
         said: list[int] = []
@@ -83,11 +84,12 @@ class FakeLlama:
         """Return a slot as its file has it."""
         tokens, rows = self.slots[slot]
         data = np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), 32)
-        lanes = (Lane(1, data),)
-        cells = Cells(np.arange(len(rows), dtype=np.int32), None, False, (0, 0), lanes, lanes)
+        lanes = (StateLane(1, data),)
+        cells = CellRows(np.arange(len(rows), dtype=np.int32), None, False, (0, 0), lanes, lanes)
         parts: tuple[Part, ...] = (cells,)
         if self.has_states:
-            parts += (Recurrent(len(rows) - 1, 1, (Lane(0, data[-1:]), Lane(0, data[-1:]))),)
+            lane = StateLane(0, data[-1:])
+            parts += (Recurrent(len(rows) - 1, 1, (lane, lane)),)
         return np.array(tokens, np.int32), LlamaKV(4, b"", self.n_slots, parts)
 
     def restore(self, slot: int, path: Path) -> None:
@@ -95,7 +97,7 @@ class FakeLlama:
         saved = read_slot_file(path)
         assert saved.kv.n_streams == self.n_slots
         cells = saved.kv.parts[0]
-        assert isinstance(cells, Cells)
+        assert isinstance(cells, CellRows)
         rows = [row.tobytes() for row in cells.keys[0].rows]
         self.slots[slot] = saved.tokens.tolist(), rows
 
@@ -116,85 +118,89 @@ def answer_to(body: Any, **knobs: Any) -> str:
     return "".join(map(chr, fake.complete(body)[0]))
 
 
+class _Handler(BaseHTTPRequestHandler):
+    """What the server answers."""
+
+    protocol_version = "HTTP/1.1"
+    fake: FakeLlama
+    turn: threading.Lock
+
+    def do_GET(self) -> None:
+        self.fake.paths.append(self.path)
+        answers = {
+            "/props": {"total_slots": self.fake.n_slots, "model_path": str(self.fake.model)},
+            "/lora-adapters": self.fake.lora,
+            "/health": {"status": "ok"},
+        }
+        found = answers.get(self.path)
+        self.answer(404 if found is None else 200, found)
+
+    def do_POST(self) -> None:
+        self.fake.paths.append(self.path)
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
+        path, _, query = self.path.partition("?")
+        with self.turn:
+            if path == "/tokenize":
+                self.answer(200, {"tokens": tokenize(body["content"])})
+            elif path == "/apply-template":
+                self.answer(200, {"prompt": template(body["messages"])})
+            elif path.startswith("/slots/"):
+                self.slot(int(path.rpartition("/")[2]), query, body)
+            elif path.endswith("completion") or path.endswith("completions"):
+                self.fake.bodies.append(body)
+                self.complete(body)
+            else:
+                self.answer(200, body)
+
+    def slot(self, slot: int, query: str, body: Any) -> None:
+        if query == "action=erase":
+            self.fake.slots[slot] = [], []
+        elif query == "action=save":
+            write_slot_file(self.fake.folder / body["filename"], *self.fake.state(slot))
+        else:
+            self.fake.restore(slot, self.fake.folder / body["filename"])
+        self.answer(200, {})
+
+    def complete(self, body: Any) -> None:
+        if body.get("prompt") == "bad":
+            self.answer(400, {"error": {"code": 400, "message": "bad"}})
+            return
+        said, n = self.fake.complete(body)
+        timings = {"timings": {"prompt_n": n, "predicted_n": len(said)}}
+        if not body.get("stream"):
+            self.answer(200, {"content": "".join(map(chr, said))} | timings)
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        events = [{"content": chr(token)} for token in said] + [timings]
+        for event in events[: 2 if self.fake.dies else None]:
+            data = f"data: {json.dumps(event)}\n\n".encode()
+            self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data))
+            self.wfile.flush()
+        if self.fake.dies:
+            self.close_connection = True
+        else:
+            self.wfile.write(b"0\r\n\r\n")
+
+    def answer(self, status: int, document: Any) -> None:
+        data = json.dumps(document).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
 @contextmanager
 def fake_llama(folder: Path, model: Path, **knobs: Any) -> Iterator[FakeLlama]:
     """Run a server in a thread."""
     fake = FakeLlama(folder, model, **knobs)
-    lock = threading.Lock()
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            fake.paths.append(self.path)
-            answers = {
-                "/props": {"total_slots": fake.n_slots, "model_path": str(fake.model)},
-                "/lora-adapters": fake.lora,
-                "/health": {"status": "ok"},
-            }
-            found = answers.get(self.path)
-            self.answer(404 if found is None else 200, found)
-
-        def do_POST(self) -> None:
-            fake.paths.append(self.path)
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
-            path, _, query = self.path.partition("?")
-            with lock:
-                if path == "/tokenize":
-                    self.answer(200, {"tokens": tokenize(body["content"])})
-                elif path == "/apply-template":
-                    self.answer(200, {"prompt": template(body["messages"])})
-                elif path.startswith("/slots/"):
-                    self.slot(int(path.rpartition("/")[2]), query, body)
-                elif path.endswith("completion") or path.endswith("completions"):
-                    fake.bodies.append(body)
-                    self.complete(body)
-                else:
-                    self.answer(200, body)
-
-        def slot(self, slot: int, query: str, body: Any) -> None:
-            if query == "action=erase":
-                fake.slots[slot] = [], []
-            elif query == "action=save":
-                write_slot_file(fake.folder / body["filename"], *fake.state(slot))
-            else:
-                fake.restore(slot, fake.folder / body["filename"])
-            self.answer(200, {})
-
-        def complete(self, body: Any) -> None:
-            if body.get("prompt") == "bad":
-                self.answer(400, {"error": {"code": 400, "message": "bad"}})
-                return
-            said, n = fake.complete(body)
-            timings = {"timings": {"prompt_n": n, "predicted_n": len(said)}}
-            if not body.get("stream"):
-                self.answer(200, {"content": "".join(map(chr, said))} | timings)
-                return
-            self.send_response(200)
-            self.send_header("Content-Type", "text/event-stream")
-            self.send_header("Transfer-Encoding", "chunked")
-            self.end_headers()
-            events = [{"content": chr(token)} for token in said] + [timings]
-            for event in events[: 2 if fake.dies else None]:
-                data = f"data: {json.dumps(event)}\n\n".encode()
-                self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data))
-                self.wfile.flush()
-            if fake.dies:
-                self.close_connection = True
-            else:
-                self.wfile.write(b"0\r\n\r\n")
-
-        def answer(self, status: int, document: Any) -> None:
-            data = json.dumps(document).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with listening(Handler, threading.Event()) as port:
+    handler = type("Handler", (_Handler,), {"fake": fake, "turn": threading.Lock()})
+    with listening(handler, threading.Event()) as port:
         fake.url = f"http://127.0.0.1:{port}"
         yield fake
