@@ -29,7 +29,7 @@ WORKERS ?= $(shell nproc)
 # A test that hangs fails after so many seconds, and says where it was.
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --timeout 600
 
-.PHONY: run test test-all test-c test-py coverage mutants test-numa test-gpu models faults kills wheels \
+.PHONY: run test test-all test-c test-py coverage mutants test-numa test-gpu test-vllm test-lmcache llama-prefixes models faults kills wheels \
         gpu-wheels docs release-check check format asan tsan fuzz soak install bench bench-docs bench-stream clean
 
 run: $(VENV)/.run
@@ -74,6 +74,25 @@ mutants: $(VENV)/.worth
 # Python that has xllamacpp, to compare texts with.
 models: $(VENV)/.installed
 	$(BIN)/python tools/real_models.py $(if $(LLAMA),--llama $(LLAMA))
+
+# llama.cpp's prefixes with the real thing: docs/llama-cpp.md. LLAMA is a Python that has xllamacpp,
+# BINDING one that has llama-cpp-python.
+llama-prefixes: $(VENV)/.installed
+	$(BIN)/python tools/llama_prefixes.py $(if $(LLAMA),--llama $(LLAMA)) $(if $(BINDING),--binding $(BINDING))
+
+# Real vLLM on CPUs, with the tier of unimem.vllm: docs/engines.md. 3.6 GB, 10 minutes.
+test-vllm: $(VENV)/.installed
+	$(BIN)/python tools/vllm_real.py $(BUILD)/vllm bench/results/doors/vllm.json
+	$(BIN)/python tools/doors.py
+
+# LMCache's real server, and SGLang's own classes, in an environment of their own: docs/engines.md.
+test-lmcache: $(VENV)/.installed
+	$(BIN)/python tools/lmcache_env.py $(BUILD)/lmcache
+	$(BUILD)/lmcache/bin/python -m pytest -q -p no:cacheprovider -W ignore::DeprecationWarning \
+	    -W ignore::FutureWarning tests/test_lmcache.py tests/test_sglang.py
+	$(BUILD)/lmcache/bin/python tools/lmcache_real.py --dir $(BUILD)/lmcache-run \
+	    --record bench/results/doors/lmcache.json
+	$(BIN)/python tools/doors.py
 
 # Every call of the system fails once, in every operation. The table goes to docs/hardening.md.
 faults: $(VENV)/.installed

@@ -1,6 +1,6 @@
 """An L2 adapter for LMCache: its server's KV chunks go to a `KVStore`, and return from it.
 
-LMCache's multiprocess server loads it by its name (docs/lmcache.md)::
+LMCache's multiprocess server loads it by its name (docs/engines.md)::
 
     {"type": "plugin", "module_path": "unimem.lmcache", "class_name": "KVStoreAdapter",
      "adapter_params": {"where": "/var/cache/kv"}}

@@ -1,6 +1,6 @@
 """A storage for SGLang's HiCache: KV pages that leave its host memory go to a `KVStore`.
 
-SGLang loads it by its name (docs/sglang.md)::
+SGLang loads it by its name (docs/engines.md)::
 
     --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{
       "backend_name": "unimem", "module_path": "unimem.sglang", "class_name": "KVStoreStorage",
