@@ -215,7 +215,8 @@ def test_auto_maps_where_a_copy_has_no_room_and_streams_where_nothing_has(
     model: Path, gains: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("unimem.system.limits.huge_pools", dict)
-    plan = um.plan(model, **OPTIONS)
+    options = OPTIONS | {"ctx": 128}  # the batch of a prompt, streamed or not
+    plan = um.plan(model, **options)
     # Data that are read and not yet repacked take a hundredth, or 256 KiB per thread.
     beside = plan.checks[0].needed_bytes - plan.required_bytes
     assert 0 < beside <= limits.thread_count() * (256 << 10)
@@ -226,18 +227,18 @@ def test_auto_maps_where_a_copy_has_no_room_and_streams_where_nothing_has(
         monkeypatch.setattr("unimem.system.limits.memory_limits", lambda: (limit,))
 
     leave(needed)
-    assert um.plan(model, **OPTIONS).load == "repack"
+    assert um.plan(model, **options).load == "repack"
     leave(needed - plan["other"].nbytes - 1)  # headers exist already
-    mapped = um.plan(model, **OPTIONS)
+    mapped = um.plan(model, **options)
     assert (mapped.load, mapped.load_reason) == ("map", f"{WHY_MAPPED}; {planned.NO_ROOM}")
     leave(plan.required_bytes - plan["other"].nbytes - 1)
-    streamed = um.plan(model, **OPTIONS)
+    streamed = um.plan(model, **options)
     assert (streamed.load, streamed.verdict) == ("stream", "streams")
     assert streamed.load_reason == WHY_STREAMED
-    refused = um.plan(model, load="repack", **OPTIONS)
+    refused = um.plan(model, load="repack", **options)
     assert refused.verdict == "does not fit"
     with pytest.raises(um.CapacityError, match="memory of the machine"):
-        Decoder(model, load="repack", **OPTIONS)
+        Decoder(model, load="repack", **options)
 
 
 def test_a_model_without_an_order_is_mapped_with_a_warning(tmp_path: Path) -> None:

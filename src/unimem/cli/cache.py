@@ -46,7 +46,10 @@ def cache(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show, remove or check the repacked models kept on disk (for prefixes: unimem store)."""
+    """Show, remove or check the repacked models kept on disk.
+
+    `unimem store` has prefixes.
+    """
     if dry_run and action != "drop":
         raise typer.BadParameter("--dry-run is for drop")
     if what is None and action == "drop":

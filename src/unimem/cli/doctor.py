@@ -28,7 +28,7 @@ def doctor(
         bool, typer.Option("--json", help="Print one JSON document instead (see docs/doctor.md).")
     ] = False,
 ) -> None:
-    """Show what this machine gives to inference, and what to change."""
+    """Show what this machine gives inference, and what to change."""
     machine = look(disk=disk)
     if as_json:
         terminal.show(machine.to_json() + "\n")

@@ -60,10 +60,11 @@ def serve_slots(
         str, value_option("ADDRESS", "The address to serve at. [default: 127.0.0.1]")
     ] = "127.0.0.1",
 ) -> None:
-    """Serve llama-server's interface, and compute prompts that begin alike once.
+    """Serve llama-server's interface, with stored prefixes.
 
-    Everything passes to the server behind it. Before a completion, the longest stored prefix is
-    restored into the slot; afterwards, new tokens are stored.
+    Prompts that begin alike are computed once. Everything passes to the server behind it. Before a
+    completion, the longest stored prefix is restored into the slot; afterwards, new tokens are
+    stored.
     """
     with KVStore(
         store, ram_bytes=ram_bytes or 0, disk_bytes=disk_bytes, chunk_tokens=chunk_tokens

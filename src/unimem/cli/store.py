@@ -14,7 +14,6 @@ from unimem.base.text import escape, format_bytes, format_count
 from unimem.cli import terminal
 from unimem.cli.options import AsJson, number_parser, value_option
 from unimem.cli.terminal import document_head
-from unimem.engine.text.tokenizer import Tokenizer, UnsupportedTokenizer
 from unimem.errors import FormatError
 from unimem.kv.store.store import KVStore
 from unimem.llama_cpp.identity import model_hash
@@ -69,7 +68,7 @@ def store(
     what: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="FILE...|KEY FILE",
+            metavar="FILE|KEY FILE",
             help="import: slot files. export: the beginning of a key, as list shows it, and the "
             "file to write.",
             show_default=False,
@@ -95,7 +94,10 @@ def store(
     chunk_tokens: StoreChunk = 256,
     as_json: AsJson = False,
 ) -> None:
-    """Show or exchange llama.cpp's prefixes in a store (for images: unimem cache)."""
+    """Show or exchange llama.cpp's prefixes in a store.
+
+    `unimem cache` has repacked models.
+    """
     words = what or []
     if folder is None:
         raise typer.BadParameter("expected --store with a folder or a URL")
@@ -148,8 +150,12 @@ def _list(store: KVStore, model: Path | None, found: list[StoredPrefix], as_json
     if as_json:
         prefixes = [
             {
-                **{"key": prefix.key, "model": prefix.model, "options": prefix.options},
-                **{"n_tokens": len(prefix.tokens), "nbytes": prefix.nbytes, "used": prefix.used},
+                "key": prefix.key,
+                "model": prefix.model,
+                "options": prefix.options,
+                "n_tokens": len(prefix.tokens),
+                "nbytes": prefix.nbytes,
+                "used": prefix.used,
                 "text": text,
             }
             for prefix, text in zip(found, texts, strict=True)
@@ -172,6 +178,11 @@ def _list(store: KVStore, model: Path | None, found: list[StoredPrefix], as_json
 def _texts(model: Path | None, found: list[StoredPrefix]) -> list[str | None]:
     """Return how each prefix begins, as far as the model's tokenizer is known."""
     if model is None or not found:
+        return [None] * len(found)
+    # Only the texts need its packages.
+    try:
+        from unimem.engine.text.tokenizer import Tokenizer, UnsupportedTokenizer
+    except ImportError:
         return [None] * len(found)
     with open_weights(model, load="map") as weights:
         try:
