@@ -47,7 +47,7 @@ def talk(model_name: str, folder: Path, text: str, n: int) -> None:
         said = model.generate(
             given,
             attention_mask=torch.ones_like(given),
-            past_key_values=cache,
+            cache=cache,
             max_new_tokens=n,
             do_sample=False,
         )

@@ -5,6 +5,7 @@ The model has random weights: 4 layers of hidden size 256, 8 heads of queries an
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable
 from functools import partial
@@ -34,6 +35,12 @@ def packages(measure: Measure) -> tuple[Any, Any]:
     torch.set_num_threads(len(measure.cpus))
     transformers.utils.logging.set_verbosity_error()
     return torch, transformers
+
+
+def given(model: Any, cache: Any) -> dict[str, Any]:
+    """Return the argument that gives a model its cache; transformers 5.24 has renamed it."""
+    named = "cache" in inspect.signature(model.forward).parameters
+    return {"cache" if named else "past_key_values": cache}
 
 
 def make_model(measure: Measure, dtype: str, kind: str, ctx: int) -> Any:
@@ -159,11 +166,11 @@ def generate_side(measure: Measure, kind: str, dtype: str, ctx: int) -> Side:
     ids = torch.randint(VOCAB, (1, ctx + 1), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     with torch.no_grad():
-        model(ids[:, :ctx], past_key_values=cache, logits_to_keep=1)
+        model(ids[:, :ctx], **given(model, cache), logits_to_keep=1)
 
     def work() -> None:
         options = {"max_new_tokens": N_TOKENS, "min_new_tokens": N_TOKENS, "do_sample": False}
-        model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
+        model.generate(ids, attention_mask=mask, **given(model, cache), **options)
 
     return timed(work, partial(rewind, cache, ctx), N_TOKENS)
 
@@ -203,16 +210,16 @@ def resume(measure: Measure) -> None:
     ids = torch.randint(VOCAB, (1, ctx + 1), generator=torch.Generator().manual_seed(0))
     path = measure.folder / "transformers.kv"
     with torch.no_grad(), KVCache.for_model(model) as cache:
-        model(ids[:, :ctx], past_key_values=cache, logits_to_keep=1)
+        model(ids[:, :ctx], **given(model, cache), logits_to_keep=1)
         cache.save(path, tokens=ids)
 
     def go_on() -> None:
         with torch.no_grad(), KVCache.restore(path, model=model, tokens=ids) as cache:
-            model(ids[:, ctx:], past_key_values=cache)
+            model(ids[:, ctx:], **given(model, cache))
 
     def compute() -> None:
         with torch.no_grad(), KVCache.for_model(model) as cache:
-            model(ids, past_key_values=cache, logits_to_keep=1)
+            model(ids, **given(model, cache), logits_to_keep=1)
 
     def nothing() -> None:
         pass

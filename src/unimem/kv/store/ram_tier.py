@@ -134,6 +134,7 @@ class RamTier:
         with ExitStack() as undo:
             undo.callback(self.close)
             self._block: Block | None = None
+            self._map_of_table: Block | None = None
             self._data = np.empty(0, np.uint8)
             for folder in folders:
                 _sweep(os.path.dirname(folder))
@@ -168,13 +169,16 @@ class RamTier:
                 )
         else:
             unit, n = int(head["unit_bytes"][0]), int(head["n_units"][0])
-        memory = mmap.mmap(self._table, _table_bytes(n))
+        how = self.folder, "staging", "table of chunks"
+        self._map_of_table = Block._map_fd(self._table, 0, _table_bytes(n), "r+", *how)
+        memory = self._map_of_table.as_array("uint8", _table_bytes(n))
         self._head: NDArray[Any] = np.frombuffer(memory, _HEAD, 1)
         at = iter(np.cumsum([_PAGE_BYTES, 8 * n, 8 * n, _RECORD.itemsize * n]).tolist())
-        self._tags: NDArray[np.uint64] = np.frombuffer(memory, np.uint64, n, next(at))
-        self._used: NDArray[np.int64] = np.frombuffer(memory, np.int64, n, next(at))
+        self._tags: NDArray[Any] = np.frombuffer(memory, np.uint64, n, next(at))
+        self._used: NDArray[Any] = np.frombuffer(memory, np.int64, n, next(at))
         self._records: NDArray[Any] = np.frombuffer(memory, _RECORD, n, next(at))
         self._busy: NDArray[np.uint8] = np.frombuffer(memory, np.uint8, n, next(at))
+        del memory  # an error's traceback would keep it, and then the table cannot be closed
         self._unit, self._n_units = unit, n
         self._map_pool(n * unit, is_new=is_new)
         self._most = min(n, _units_of(self.budget_bytes, unit))
@@ -428,10 +432,12 @@ class RamTier:
         with self._mutex:
             self._fds.close()
             self._own = threading.local()  # the descriptors of all threads are closed
-            self._data = np.empty(0, np.uint8)
-            if self._block is not None:
-                self._block.close()
-                self._block = None
+            self._data = self._busy = np.empty(0, np.uint8)
+            self._head = self._tags = self._used = self._records = self._data
+            for block in (self._block, self._map_of_table):
+                if block is not None:
+                    block.close()
+            self._block = self._map_of_table = None
             while self._kept:
                 folder, fd = self._kept.pop()
                 # A forked child has the same lock, and leaves the removal to its parent.
