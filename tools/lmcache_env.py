@@ -9,19 +9,16 @@ SGLang's own import hundreds of others.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
 import zipfile
-from email.parser import Parser
-from importlib.util import find_spec
 from pathlib import Path
+
+from environments import TORCH_INDEX, requirements, share_unimem
 
 LMCACHE, SGLANG = "lmcache==0.5.6", "sglang==0.5.23"
 TORCH = "torch==2.13.0+cpu"
-# torch's CPU build is in this index, unless pip is configured with another place for it.
-TORCH_INDEX = os.environ.get("TORCH_INDEX", "https://download.pytorch.org/whl/cpu")
 FOR_GPUS = ("cupy", "cuda-python", "cufile", "nvtx")
 FOR_TESTS = ("pytest>=8,<9.2", "hypothesis>=6.100", "xxhash>=3.4")
 DEFINITIONS = (
@@ -54,27 +51,6 @@ def main(folder: Path) -> None:
             archive.extractall(packages, [*DEFINITIONS])
     share_unimem(packages)
     mark.touch()
-
-
-def requirements(wheel: Path) -> list[str]:
-    """Return what a wheel requires without extras."""
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith("dist-info/METADATA"))
-        metadata = Parser().parsestr(archive.read(name).decode())
-    return [need for need in metadata.get_all("Requires-Dist", []) if "extra ==" not in need]
-
-
-def share_unimem(packages: Path) -> None:
-    """Let the environment import the unimem of this one, which is installed in place."""
-    ours = find_spec("_editable_skbc_unimem_llm")
-    if ours is None:
-        raise ImportError("unimem-llm is not installed in place: make install")
-    load = (
-        "import importlib.util as u; "
-        f"s = u.spec_from_file_location({ours.name!r}, {ours.origin!r}); "
-        "m = u.module_from_spec(s); s.loader.exec_module(m)\n"
-    )
-    (packages / "unimem.pth").write_text(load)
 
 
 if __name__ == "__main__":

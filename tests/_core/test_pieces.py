@@ -158,7 +158,7 @@ def test_the_memory_is_in_the_ledger(pieces: Pieces) -> None:
 
 
 class Machine(RuleBasedStateMachine):
-    """Any calls, beside a model of which pieces are there, and of what each is worth.
+    """Any calls, beside a model that knows which pieces are there, and what each is worth.
 
     Until the first prefetch, which ends at any time.
     """

@@ -169,7 +169,7 @@ def run(measure: Measure, work: StreamWork) -> None:
                 measure.leave_out(name, str(reason))
                 if name == STREAMED:
                     raise NotMeasured(f"streaming ends: {reason}") from None
-        # Of the very file: a disk behind a network, or a host, is faster where it was read before.
+        # A disk of a host is faster where it was read before, so the very file is measured.
         speed = measure_speed(_copy(found.path, STREAMED)).bytes_per_second
         measure.fact("disk_bytes_per_s", speed)
         whole = stack.enter_context(_start(COPIED, found.path, {"load": "copy"}, len(cpus)))

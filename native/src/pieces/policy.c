@@ -5,7 +5,7 @@
 
 /* 2^(-1/64): a use counts half after 64 calls of its group. */
 static const double FADING = 0.98922801319397549;
-/* What a token used is often used by the next one, which is worth so many uses. */
+/* What a token used is often used by the next one, which counts as many uses. */
 static const double LATEST = 8;
 /* Pieces of the group whose turn comes last are worth so much less. */
 static const double FAR = 0.3;

@@ -71,7 +71,7 @@ typedef struct um__slots {
     um_pieces_policy policy;
     uint64_t now;             /* the number of the present call, */
     uint32_t group;           /* and the group that it asks for */
-    float shares[UM__N_AGES]; /* of a use, so many calls ago */
+    float shares[UM__N_AGES]; /* of a use, by its age in calls */
 } um__slots;
 
 #endif

@@ -60,7 +60,7 @@ def read_pieces(
             for name in layer:
                 header = ggml.Tensor.at(headers.weights[name])
                 header.nb = *header.nb[:2], stride, stride * header.ne[2]
-            # Of the last layer, few are needed.
+            # The last layer needs few.
             after = firsts[i + 1] if i + 2 < len(layers) else -1
             span = first, of_layer[0].n, after
             headers.experts[f"blk.{i}"] = Bringer(experts_address, reader.experts(*span))

@@ -173,7 +173,9 @@ def test_while_another_thread_appends() -> None:
                         append(cache, cache.seq_len, 20)
                         append(fixed, fixed.seq_len, 20)
                     check(*sequence.gather(1), 300)
-            while not given:  # on a busy machine, the thread may not have had a turn
+            deadline = time.monotonic() + 60
+            # On a busy machine, the thread may not have had a turn.
+            while not given and time.monotonic() < deadline:
                 time.sleep(0.001)
         finally:
             done.set()

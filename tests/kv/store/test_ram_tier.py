@@ -147,7 +147,7 @@ def tier_of(folder: Path, n_units: int) -> RamTier:
 
 
 def held(tier: RamTier) -> list[int]:
-    """Return the numbers of the chunks, each of which has its own bytes."""
+    """Return the numbers of the chunks. Each has its own bytes."""
     found = []
     for i, key in enumerate(KEYS):
         out = np.zeros(8192, np.uint8)
@@ -162,7 +162,7 @@ class KilledError(BaseException):
 
 
 def is_killed(call: Callable[[], Any], n_lines: int) -> bool:
-    """Tell whether a call was ended after so many lines of the pool's module."""
+    """Tell whether a call was ended after its first lines in the pool's module."""
     left = n_lines
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -263,6 +263,6 @@ def test_memory_that_was_given_back_is_taken_again(tmp_path: Path, shm: Path) ->
 def test_a_chunk_larger_than_the_pool_is_a_warning(tmp_path: Path, shm: Path) -> None:
     with (
         closing(tier_of(tmp_path / "s", 2)) as tier,
-        pytest.warns(um.PlacementWarning, match="ram_bytes is .*, of which chunks have 8192"),
+        pytest.warns(um.PlacementWarning, match="ram_bytes is .*, and chunks have 8192 of it"),
     ):
         assert not tier.write(KEYS[0], chunk(0, 12288), 1)

@@ -272,7 +272,7 @@ class RamTier:
                 self._has_warned = True
                 policy.warn(
                     f"{self.folder} keeps no chunk of {nbytes} bytes: ram_bytes is "
-                    f"{self.budget_bytes}, of which chunks have {self._most * self._unit}"
+                    f"{self.budget_bytes}, and chunks have {self._most * self._unit} of it"
                 )
             return False
         with self._changing():
@@ -343,7 +343,7 @@ class RamTier:
                     fcntl.flock(fd, fcntl.LOCK_EX)  # readers end first
                     self._head["given_back"] = 1
                     with mmap.mmap(fd, self._n_units * self._unit) as memory:
-                        memory.madvise(_MADV_REMOVE)
+                        memory.madvise(mmap.MADV_REMOVE)
         return freed
 
     def stat(self) -> TierStat:
@@ -445,9 +445,6 @@ class RamTier:
                     _remove_unkept(folder, fd)
                 with suppress(OSError):  # it is closed in any case
                     os.close(fd)
-
-
-_MADV_REMOVE = 9
 
 
 def _tag(key: bytes) -> np.uint64:
