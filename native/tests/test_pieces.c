@@ -306,6 +306,14 @@ TEST(a_pool_shrinks_while_it_is_read_into) {
 
 /* ---- failures ---- */
 
+static void wait_until_failed(const shelf *s, uint64_t n) {
+    for (int i = 0; i < 10000 && stat_of(s).failed < n; i++) {
+        PREFETCH(s, 0); /* takes what has ended */
+        usleep(1000);
+    }
+    CHECK_EQ(stat_of(s).failed, n);
+}
+
 TEST(a_file_that_has_become_shorter) {
     EACH_IO(io) {
         AUTO_SHELF s;
@@ -328,6 +336,7 @@ TEST(a_file_that_has_become_shorter) {
         wait_until_resident(&s, 5);
         ENSURE(&s, holder, 0, 1, 2, 3, 4);
         CHECK_EQ(stat_of(&s).prefetch_hits, 1);
+        wait_until_failed(&s, 4);
         fill_file(s.fds[cut.file], cut.file, cut.offset + 70001);
         ENSURE(&s, holder, 8);
     }
