@@ -144,6 +144,7 @@ class KVStoreAdapter(L2AdapterInterface):  # type: ignore[misc]
                 stored.append((key, data.nbytes))
             else:
                 is_whole = False
+        self._store.sync()
         if stored:
             self._notify_keys_stored(*map(list, zip(*stored, strict=True)))
         return L2StoreResult(is_whole, sum(nbytes for _, nbytes in stored))

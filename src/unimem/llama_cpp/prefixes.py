@@ -185,6 +185,7 @@ class LlamaPrefixes:
             for n, parts in ends:
                 if n <= len(ids) and _are_behind(parts, n):
                     self._put_end(ids[:n], keys[n // self._size], kv, parts)
+        self._chunks.sync()
         return self.longest(ids)
 
     def longest(self, tokens: Tokens) -> int:

@@ -231,6 +231,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
                 job.n_left -= 1
                 is_last = job.n_left == 0
             if is_last:
+                if not job.is_load:
+                    self._chunks.sync()
                 self._finished.put(job)
 
 

@@ -62,7 +62,8 @@ class EngineChunks:
     def put(self, key: bytes, data: NDArray[np.uint8], used_ns: int | None = None) -> bool:
         """Keep a chunk, ``uint8 [chunk_bytes]``, in each tier that lacks it; False without room.
 
-        It makes room by chunks that were used before `used_ns`, which is now by default.
+        It makes room by chunks that were used before `used_ns`, which is now by default. Call
+        `sync` behind the last of several.
         """
         identity, tiers = self.identity(key), self._store._tiers
         lacking = [tier for tier in tiers if not tier.has(identity)]
@@ -80,6 +81,10 @@ class EngineChunks:
         seal(self._shape, identity, blob, data)
         written = [tier.write(identity, blob, used_ns) for tier in lacking]
         return any(written) or len(lacking) < len(tiers)
+
+    def sync(self) -> None:
+        """Make sure that what was put outlives a machine that stops, if the store is on a disk."""
+        self._store._sync()
 
     def get(self, key: bytes, out: NDArray[np.uint8]) -> bool:
         """Copy a chunk to ``uint8 [chunk_bytes]``; return False if it is missing.

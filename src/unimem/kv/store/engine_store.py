@@ -97,6 +97,10 @@ class EngineStore(Closing):
         with self._lock:
             return self._used_ns.get(key) or time.time_ns()
 
+    def sync(self) -> None:
+        """Make sure that what was put outlives a machine that stops, if the store is on a disk."""
+        self._store._sync()
+
     def stat(self) -> StoreStat:
         """Count what the tiers hold."""
         return self._store.stat()

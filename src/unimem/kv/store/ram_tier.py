@@ -324,6 +324,9 @@ class RamTier:
         finally:
             fcntl.flock(fd, fcntl.LOCK_UN)
 
+    def sync(self) -> None:
+        """Do nothing: RAM does not outlive its machine."""
+
     def remove(self, key: bytes) -> None:
         """Drop a chunk."""
         with self._changing():
