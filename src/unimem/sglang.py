@@ -63,9 +63,7 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
     Parameters
     ----------
     storage_config : sglang.srt.mem_cache.hicache_storage.HiCacheStorageConfig
-        Its ``extra_config["store"]`` has ``where``, ``ram_bytes`` (default 0) and ``disk_bytes`` as
-        for `KVStore`; ``model``, a text that tells models of one name apart, such as a revision (a
-        model in a local folder is known by all bytes of its files); ``n_threads`` (default 8).
+        Its ``extra_config["store"]`` has the options of ``EngineStore`` (docs/engines.md).
     kwargs : optional
         SGLang's further arguments, which are not used.
 

@@ -258,7 +258,9 @@ class OurChunks:
         budgets = ("ram", room, 0), ("disk", 0, room)
         self._ram, self._disk = (
             EngineChunks(
-                undo.enter_context(um.KVStore(folder / name, ram_bytes=ram, disk_bytes=disk)),
+                undo.enter_context(
+                    um.KVStore(folder / name, ram_bytes=ram, disk_bytes=disk, pages="thp")
+                ),
                 *("engine", CHUNK_BYTES),
             )
             for name, ram, disk in budgets
