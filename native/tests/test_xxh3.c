@@ -43,7 +43,7 @@ TEST(known_hashes) {
     }
 }
 
-/* Copies n bytes with zeros by all codes, from and to odd addresses; returns whether all is right. */
+/* Copies n bytes with zeros by all codes; returns whether all is right. */
 static int all_agree(const uint8_t *in, uint8_t *out, size_t n, size_t n_zeros) {
     uint8_t hash[HASH], first[HASH];
     um__copy_hashed(um__xxh3_code_at(0), NULL, in, n, n_zeros, first);

@@ -11,8 +11,8 @@
 enum { UM__STRIPE = 64, UM__LANES = 8 };
 
 /* Adds stripes to the sums, each with the 8 bytes of the secret behind those of the stripe before,
- * and copies them to out, unless that is NULL: with streams past the caches, for which out is aligned
- * to a stripe. All give the same bits. */
+ * and copies them to out, unless that is NULL. With streams they pass the caches, and out must be
+ * aligned to a stripe. All give the same bits. */
 typedef void um__xxh3_code(uint64_t sums[UM__LANES], uint8_t *out, const uint8_t *in,
                            size_t n_stripes, const uint8_t *secret, bool streams);
 
