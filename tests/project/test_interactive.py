@@ -36,7 +36,7 @@ def test_sizes_are_given_as_text() -> None:
         assert layout.stat().history_total == 1 << 30
     with um.KVCache(*SHAPE, budget_bytes="1M") as kv:
         assert kv.budget_bytes == 1 << 20
-        assert not kv.enforce_memory_limit("1G")
+        assert kv.enforce_memory_limit("1G") == kv.enforce_memory_limit(1 << 30)
 
 
 @pytest.mark.parametrize("size", ["1X", "", "50%", "-1M", "0"])
