@@ -422,5 +422,6 @@ def _values(lane: StateLane) -> NDArray[np.float32]:
     if lane.type == 1:
         return data.view("<f2").astype(np.float32)
     name, block_values, block_bytes = tensor_type(lane.type)
-    shape = (data.size // block_bytes * block_values,)
-    return dequantize(data, name, lane.type, shape, name="K", path="")
+    values = np.empty(data.size // block_bytes * block_values, np.float32)
+    dequantize(data, name, lane.type, values, name="K", path="")
+    return values
