@@ -205,6 +205,9 @@ def _limited(
     if options.get("load") == "stream":
         options["budget"] = budget
     own_bytes = _own_bytes(way.kind, found.path, work.batch, n_threads)
+    if "budget" in options:  # its batches are larger, and so are their temporaries
+        plans = [um.plan(found.path, ctx=N_CTX, load=load) for load in ("stream", "map")]
+        own_bytes += plans[0]["scratch"].nbytes - plans[1]["scratch"].nbytes
     limit = budget + own_bytes + SPARE_BYTES
     measure.fact(f"{name}: cgroup_bytes", limit)
     copy = _copy(found.path, name)
