@@ -109,7 +109,7 @@ def test_a_server_without_progress_costs_30_seconds(
         "retried": lambda: transfers.retried(lambda: server.get(URL, 0, 1), tries),
         "read_range": lambda: read_range(server, URL, 0, out, tries=tries),
     }
-    with pytest.raises(type(error), match=r"try again later"):
+    with pytest.raises(OSError, match="again later"):
         calls[how]()
     assert 10 < clock.now <= 30
 
