@@ -105,7 +105,7 @@ def test_a_server_without_progress_costs_30_seconds(
             raise error
 
     server, out = Failing(30.0), np.zeros(1, np.uint8)
-    calls = {
+    calls: dict[str, Callable[[], Any]] = {
         "retried": lambda: transfers.retried(lambda: server.get(URL, 0, 1), tries),
         "read_range": lambda: read_range(server, URL, 0, out, tries=tries),
     }

@@ -92,7 +92,7 @@ def _has_time(since: float, tries: int) -> bool:
 
 
 def _longest_pause(tries: int) -> float:
-    return min(MOST_WAIT_S, FIRST_WAIT_S * 2 ** (tries - 1))
+    return min(MOST_WAIT_S, FIRST_WAIT_S * 2.0 ** (tries - 1))
 
 
 def _pause(tries: int, stop: threading.Event | None) -> None:
