@@ -186,6 +186,18 @@ def held(tier: RamTier) -> list[int]:
     return found
 
 
+@pytest.mark.parametrize("field", ["unit_bytes", "n_units"])
+@pytest.mark.parametrize("value", [0, 1, 1 << 40, 2**64 - 1])
+def test_a_damaged_head_is_an_error(tmp_path: Path, shm: Path, field: str, value: int) -> None:
+    with closing(tier_of(tmp_path / "s", 10)) as tier:
+        before = tier._head[field].copy()
+        tier._head[field] = value
+        with pytest.raises(OSError, match="table of chunks is damaged"):
+            tier_of(tmp_path / "s", 10)
+        tier._head[field] = before
+        tier_of(tmp_path / "s", 10).close()
+
+
 class KilledError(BaseException):
     """Ends a call between two lines. As after a kill, only the kernel's lock is released."""
 

@@ -176,6 +176,10 @@ class RamTier:
                 )
         else:
             unit, n = int(head["unit_bytes"][0]), int(head["n_units"][0])
+            sizes = [os.fstat(fd).st_size for fd in (self._table, self._pool)]
+            if sizes != [_table_bytes(n), n * unit]:  # a mapping beyond a file's end is a SIGBUS
+                text = "The table of chunks is damaged: end all processes with this store"
+                raise OSError(errno.EIO, text, self.folder)
         how = self.folder, "staging", "table of chunks"
         self._map_of_table = Block._map_fd(self._table, 0, _table_bytes(n), "r+", *how)
         memory = self._map_of_table.as_array("uint8", _table_bytes(n))
