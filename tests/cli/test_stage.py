@@ -573,6 +573,14 @@ def test_stages_of_a_program_are_listed_and_stay(model: Path) -> None:
         assert read_elsewhere(staged.path) == model.read_bytes()
 
 
+def test_what_is_left_alone_is_named(monkeypatch: Patch) -> None:
+    left = [f"/dev/shm/unimem-stage-{i} (a FIFO of user 7, mode 0600)" for i in range(7)]
+    monkeypatch.setattr("unimem.cli.stage.sweep", lambda: left)
+    told = f"unimem: left alone: {', '.join(left[:5])} and 2 more\n"
+    assert run("--list").err.startswith(told)
+    assert run("--drop", "all").err.startswith(told)
+
+
 def test_a_vanished_stage_is_staged_again(model: Path, tmp_path: Path) -> None:
     path = stage(model, "--backing", "shm")
     shutil.rmtree(os.path.dirname(path))

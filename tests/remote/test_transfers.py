@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import hashlib
 import random
+import sys
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import chain, repeat
 from typing import Any
 
@@ -70,6 +71,66 @@ def test_tries_are_limited(
     assert caught.value.filename == URL
     assert "s3cret" not in str(caught.value)
     assert len(store.asked) == 3
+
+
+class Clock:
+    """A clock that only pauses, and the tries of a server, move on."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize("tries", [transfers.TRIES, transfers.PATIENT_TRIES])
+@pytest.mark.parametrize(
+    ("error", "try_s"),
+    [(ConnectionResetError(104, "?"), 0.0), (TimeoutError(110, "?"), 30.0)],
+)
+@pytest.mark.parametrize("how", ["retried", "read_range"])
+def test_a_server_without_progress_costs_30_seconds(
+    monkeypatch: pytest.MonkeyPatch, how: str, error: OSError, try_s: float, tries: int
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(transfers, "time", clock)
+    monkeypatch.setattr(random, "uniform", lambda low, high: high)
+
+    class Failing(Server):
+        def _get(self, *_: object) -> Any:
+            clock.sleep(try_s)
+            raise error
+
+    server, out = Failing(30.0), np.zeros(1, np.uint8)
+    calls: dict[str, Callable[[], Any]] = {
+        "retried": lambda: transfers.retried(lambda: server.get(URL, 0, 1), tries),
+        "read_range": lambda: read_range(server, URL, 0, out, tries=tries),
+    }
+    with pytest.raises(OSError, match="again later"):
+        calls[how]()
+    assert 10 < clock.now <= 30
+
+
+def test_a_failed_read_lets_go_of_its_memory(store: ObjectServer, server: Server) -> None:
+    """Libraries keep their errors in circles, with the frames in whose memory they read."""
+    ring: list[object] = []
+
+    class Circular(Server):
+        def _get(self, *_: object) -> Any:
+            error = ConnectionResetError(104, "reset")
+            error.args += (ring,)
+            ring.append(error)
+            raise error
+
+    out = np.zeros(1, np.uint8)
+    before = sys.getrefcount(out)
+    with suppress(OSError):
+        read_range(Circular(1.0), URL, 0, out, tries=1)
+    assert sys.getrefcount(out) == before
+    assert ring
 
 
 def test_a_refused_connection(store: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import ctypes
 import errno
 import fcntl
 import os
-import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 
 import unimem as um
 from conftest import Run
+from support.kernel import taken_names
 from support.kernel.cgroups import SmallCgroup, cgroup_512mb  # noqa: F401 - a fixture
 from support.kernel.huge_pages import eight_huge_pages, no_huge_pages  # noqa: F401 - fixtures
 from support.processes.staged_models import read_elsewhere
@@ -21,6 +22,10 @@ from unimem.base.descriptors import Descriptors
 from unimem.kv.store import ram_tier
 from unimem.staging import backings
 
+PREFIXES = {
+    backings: backings._PREFIX,
+    ram_tier: f"{ram_tier._PREFIX}{os.geteuid()}-",
+}
 pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_nothing")
 
 
@@ -79,28 +84,30 @@ def test_a_kept_folder_is_not_stale(model: Path, run_python: Run) -> None:
         assert read_elsewhere(staged.path) == model.read_bytes()
 
 
-@pytest.mark.parametrize("owner", [65534, None])
+@pytest.mark.parametrize("kind", sorted(taken_names.KINDS))
 @pytest.mark.parametrize("module", [backings, ram_tier])
-def test_deep_and_foreign_folders_in_shared_memory_are_left(module: Any, owner: int | None) -> None:
-    """Any user may take a name, and remove what is below it in a way of its own."""
-    if owner is not None and os.geteuid():
-        pytest.skip("only root can give a folder away")
-    prefix = module._PREFIX + (f"{os.geteuid()}-" if module is ram_tier else "")
-    path = f"/dev/shm/{prefix}{os.urandom(8).hex()}"
-    depth = 1500 if owner is None else 1
-    subprocess.run(["mkdir", "-p", path], check=True)
-    try:
-        if owner is not None:
-            os.chown(path, owner, owner)
-        with Descriptors() as fds:
-            fd = fds.add(os.open, path, os.O_RDONLY | os.O_DIRECTORY)
-            for _ in range(depth):
-                os.mkdir("d", dir_fd=fd)
-                fd, before = os.open("d", os.O_RDONLY, dir_fd=fd), fd
-                if before != fds[0]:
-                    os.close(before)
-            os.close(fd)
-        backings.sweep() if module is backings else ram_tier._sweep("/dev/shm")
-        assert os.path.isdir(path)
-    finally:
-        subprocess.run(["rm", "-rf", path], check=True)
+def test_what_others_put_under_a_name_is_left_alone(module: Any, kind: str, own_shm: Path) -> None:
+    path = own_shm / f"{PREFIXES[module]}0"
+    taken_names.take(path, kind)
+    if module is backings:
+        assert backings.sweep() == [f"{path} ({taken_names.KINDS[kind]})"]
+    else:
+        ram_tier._sweep(str(own_shm))
+    assert os.path.lexists(path)
+
+
+@pytest.mark.parametrize("module", [backings, ram_tier])
+def test_a_very_deep_folder_goes_without_recursion(
+    module: Any, own_shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1,500 levels are more than Python's recursion, a path and the descriptors allow."""
+    path = own_shm / f"{PREFIXES[module]}0"
+    path.mkdir(mode=0o700)
+    with Descriptors() as fds:
+        fd = fds.add(os.open, path, os.O_RDONLY | os.O_DIRECTORY)
+        for _ in range(1500):
+            os.mkdir("d", dir_fd=fd)
+            fd = fds.add(partial(os.open, dir_fd=fd), "d", os.O_RDONLY)
+            os.close(fds.pop(0))
+    backings.sweep() if module is backings else ram_tier._sweep(str(own_shm))
+    assert list(own_shm.iterdir()) == []

@@ -85,6 +85,15 @@ def test_files_of_the_numpy_writer(tmp_path: Path, reference: Any) -> None:
             assert (ours.flags.aligned, ours.flags.writeable) == (True, False)
 
 
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "F4"])
+@pytest.mark.parametrize("n", [33, 64])
+def test_as_many_dimensions_as_numpy_has(tmp_path: Path, dtype: str, n: int) -> None:
+    for pad in (0, 1, 2, 3):  # aligned, and not
+        raw = sf.write({"t": (dtype, (1,) * (n - 1) + (2,))}, pad=pad)
+        with opened(tmp_path, raw) as w:
+            assert w.tensors["t"].as_array().ndim == n
+
+
 TORCH = {
     **{"bfloat16": "bf16", "float8_e4m3fn": "f8_e4m3", "float8_e5m2": "f8_e5m2"},
     **{"float8_e8m0fnu": "f8_e8m0", "float8_e4m3fnuz": "f8_e4m3fnuz"},

@@ -21,6 +21,8 @@ enum {
     HEADER_NBYTES_MAX = 256 << 20, /* the longest known header has 20 MB */
     NAME_NBYTES_MAX = 65535,
     ARRAY_DEPTH_MAX = 16,
+    /* Many times what models have. Each entry costs readers far more memory than its few bytes. */
+    ENTRIES_MAX = 65536,
     ALIGNMENT_DEFAULT = 32,
     ALIGNMENT_UNIT = 8, /* so that a mapped tensor is aligned for every element type */
     /* Headers with a vocabulary are nearly all shorter. Further requests double the size. */
@@ -65,6 +67,7 @@ typedef struct reader {
     const unsigned char *bytes;
     uint64_t nbytes, file_nbytes, at;
     um_error *err;
+    unsigned n_inner_arrays;
 } reader;
 
 static uint64_t min_u64(uint64_t a, uint64_t b) {
@@ -245,6 +248,8 @@ static um_status pass_array(reader *r, unsigned depth, array_head *out) {
     uint64_t field = r->at;
     UM__TRY(read_type(r, &out->item_type));
     UM__BREAKS_IF(depth == ARRAY_DEPTH_MAX, r->err, "arrays are nested deeper than 16", field);
+    UM__BREAKS_IF(depth > 0 && r->n_inner_arrays++ == ENTRIES_MAX, r->err,
+                  "more than 65536 arrays lie in arrays", field);
     field = r->at;
     UM__TRY(read_number(r, &out->n, sizeof(uint64_t)));
     out->first = r->at;
@@ -474,8 +479,12 @@ static um_status read_head(reader *r, um_gguf *gguf) {
     UM__TRY(read_number(r, &gguf->n_kv, sizeof(uint64_t)));
     UM__TRY(check_fits(r, gguf->n_tensors, TENSOR_NBYTES_MIN, "more tensors than the file can hold",
                        n_tensors_field));
-    return check_fits(r, gguf->n_kv, KV_NBYTES_MIN, "more metadata than the file can hold",
-                      n_kv_field);
+    UM__TRY(check_fits(r, gguf->n_kv, KV_NBYTES_MIN, "more metadata than the file can hold",
+                       n_kv_field));
+    UM__BREAKS_IF(gguf->n_tensors > ENTRIES_MAX, r->err, "more than 65536 tensors",
+                  n_tensors_field);
+    UM__BREAKS_IF(gguf->n_kv > ENTRIES_MAX, r->err, "more than 65536 keys", n_kv_field);
+    return UM_OK;
 }
 
 static um_status read_all(reader *r, um_gguf *gguf) {

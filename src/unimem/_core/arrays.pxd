@@ -2,7 +2,7 @@
 cimport numpy as cnp
 
 cdef enum:
-    MAX_DIMS = 32
+    MAX_DIMS = 64  # as NumPy
 
 # An integer of Python or NumPy, as an int; anything else raises a TypeError that names `what`.
 cdef object index_of(object n, str what)

@@ -8,13 +8,24 @@ import re
 import stat
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 from unimem.base.atomic_file import remove_unlocked
+from unimem.base.descriptors import Descriptors
 
-__all__ = ["BudgetFolder", "CachedFile", "cache_folder", "check_own_folder", "default_bytes"]
+__all__ = [
+    "BudgetFolder",
+    "CachedFile",
+    "cache_folder",
+    "check_own_folder",
+    "default_bytes",
+    "empty_folder",
+    "foreign_kind",
+]
 
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _SHARE_OF_DISK = 10
 
 
@@ -53,6 +64,51 @@ def check_own_folder(
             f"alone: 'chmod go-w', or {instead}",
             folder,
         )
+
+
+def foreign_kind(info: os.stat_result) -> str | None:
+    """Say what lies at a name in a shared place, where any user may take it; None for our folder.
+
+    Our folder is one that this user alone may write to; `info` is its name's or its descriptor's.
+    """
+    mode = info.st_mode
+    kinds = {
+        stat.S_IFDIR: "folder",
+        stat.S_IFREG: "file",
+        stat.S_IFLNK: "link",
+        stat.S_IFIFO: "FIFO",
+    }
+    kind = kinds.get(stat.S_IFMT(mode), "special file")
+    if kind == "folder" and info.st_uid == os.geteuid() and not mode & OTHERS_WRITE:
+        return None
+    return f"a {kind} of user {info.st_uid}, mode {stat.S_IMODE(mode):04o}"
+
+
+def empty_folder(fd: int) -> None:
+    """Remove all that lies in an open folder, however deep, with two descriptors and no recursion.
+
+    What lies in inner folders is moved up, so that no path gets long.
+    """
+    # Listed by its path: another process may share the descriptor, and its position.
+    names = os.listdir(f"/proc/self/fd/{fd}")
+    for name in names:  # grows in the loop
+        with suppress(FileNotFoundError):
+            try:
+                os.unlink(name, dir_fd=fd)
+            except IsADirectoryError:
+                names += _move_up(fd, name)
+                os.rmdir(name, dir_fd=fd)
+
+
+def _move_up(fd: int, name: str) -> list[str]:
+    """Move all from a folder in an open folder to that one, and return the new names."""
+    moved = []
+    with Descriptors() as fds:
+        inner = fds.add(partial(os.open, dir_fd=fd), name, OPEN_FOLDER)
+        for each in os.listdir(inner):
+            moved.append(os.urandom(16).hex())
+            os.rename(each, moved[-1], src_dir_fd=inner, dst_dir_fd=fd)
+    return moved
 
 
 def default_bytes(folder: str) -> int:

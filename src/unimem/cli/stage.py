@@ -28,6 +28,8 @@ from unimem.weights.staged import Held, holders
 
 __all__ = ["stage", "stage_for"]
 
+_MOST_LEFT = 5  # named
+
 
 def stage(
     model: Annotated[
@@ -95,7 +97,10 @@ def stage(
         if value and drop_what is None:
             raise typer.BadParameter(f"{option} is for --drop")
     _fill_standard_streams()
-    sweep()
+    left = sweep()
+    if left and (show or drop_what is not None):
+        more = f" and {len(left) - _MOST_LEFT} more" if len(left) > _MOST_LEFT else ""
+        _tell(f"left alone: {', '.join(sorted(left)[:_MOST_LEFT])}{more}")
     if show:
         _list(holders(), as_json=as_json)
     elif drop_what is not None:

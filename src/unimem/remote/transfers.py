@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,8 +30,10 @@ __all__ = ["Progress", "RemoteBytes", "Version", "read_range", "read_wanted", "r
 THREADS = 16
 #: Tries of a request that brings nothing, with pauses of up to 13 s in all.
 TRIES = 8
-#: Tries if a new start is expensive: these span an outage of half a minute.
+#: Tries if a new start is expensive.
 PATIENT_TRIES = 12
+#: Seconds without progress in which another try may begin.
+PATIENCE_S = 30.0
 FIRST_WAIT_S, MOST_WAIT_S = 0.1, 6.4
 #: Bytes of one request, which costs a round trip; a failure may cost all of them.
 PIECE_BYTES = 8 << 20
@@ -63,27 +65,39 @@ class RemoteBytes(NamedTuple):
 
 def retried(work: Callable[[], _T], tries: int = 0, stop: threading.Event | None = None) -> _T:
     """Call a function that may fail for a moment, up to `tries` times (by default `TRIES`)."""
-    tries = tries or TRIES
+    tries, since = tries or TRIES, time.monotonic()
     for i in range(1, tries + 1):
         try:
             return work()
         except OSError as error:
-            if is_final(error) or i == tries or (stop is not None and stop.is_set()):
-                _fail(error, i)
+            # A first try may have taken long because it brought much.
+            has_time = _has_time(since, i) or (i == 1 and not isinstance(error, TimeoutError))
+            is_last = i == tries or not has_time
+            if is_final(error) or is_last or (stop is not None and stop.is_set()):
+                raise _failure(error, i) from None
             _pause(i, stop)
     raise AssertionError  # not reached
 
 
-def _fail(error: OSError, tries: int) -> NoReturn:
+def _failure(error: OSError, tries: int) -> OSError:
+    """Return the error to raise; a function that raised it would be in a circle with it."""
     if tries == 1 or is_final(error):
-        raise error
-    text = f"{error.strerror} ({tries} tries)"
-    raise OSError(error.errno, text, error.filename) from None
+        return error
+    return OSError(error.errno, f"{error.strerror} ({tries} tries)", error.filename)
+
+
+def _has_time(since: float, tries: int) -> bool:
+    """Whether another try may begin, if there was progress last at `since`."""
+    return time.monotonic() + _longest_pause(tries) <= since + PATIENCE_S
+
+
+def _longest_pause(tries: int) -> float:
+    return min(MOST_WAIT_S, FIRST_WAIT_S * 2.0 ** (tries - 1))
 
 
 def _pause(tries: int, stop: threading.Event | None) -> None:
     # Random, so that clients that failed together do not return together.
-    seconds = min(MOST_WAIT_S, FIRST_WAIT_S * 2 ** (tries - 1)) * random.uniform(0.5, 1)
+    seconds = _longest_pause(tries) * random.uniform(0.5, 1)
     if stop is None:
         time.sleep(seconds)
     else:
@@ -105,7 +119,7 @@ def read_range(
     the file is gone, is not of this version (ESTALE), or that `tries` requests in a row (by default
     `TRIES`) brought nothing.
     """
-    most = tries or TRIES
+    most, since = tries or TRIES, time.monotonic()
     done = failed = 0
     while done < out.nbytes:
         before = done
@@ -125,10 +139,13 @@ def read_range(
                         )
                     out[done : done + len(found)] = np.frombuffer(found, np.uint8)
                     done += len(found)
+                    if done - before >= _LEAST_BYTES:
+                        since = time.monotonic()
         except OSError as error:
             failed = 1 if done - before >= _LEAST_BYTES else failed + 1
-            if is_final(error) or failed == most or (stop is not None and stop.is_set()):
-                _fail(error, failed)
+            is_last = failed == most or not _has_time(since, failed)
+            if is_final(error) or is_last or (stop is not None and stop.is_set()):
+                raise _failure(error, failed) from None
             _pause(failed, stop)
 
 

@@ -43,11 +43,16 @@ def in_own_words(path: str, wait_s: float) -> Iterator[None]:
     except OSError as error:
         if error.filename == path and error.strerror:  # as they are raised here
             raise
-        raise _translate(error, path, wait_s) from None
+        raise _translate(_alone(error), path, wait_s) from None
     except (MemoryError, ImportError, ClosedError):
         raise
     except Exception as error:
-        raise _translate(error, path, wait_s) from None
+        raise _translate(_alone(error), path, wait_s) from None
+
+
+def _alone(error: Exception) -> Exception:
+    """Take an error's traceback away: libraries keep errors in circles, and memory with them."""
+    return error.with_traceback(None)
 
 
 _Reason = tuple[object, int, str]

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from unimem._core import tmpfs
 from unimem._core.library import get_library
+from unimem.base.cache_folder import OPEN_FOLDER, empty_folder, foreign_kind
 from unimem.base.descriptors import Descriptors
 from unimem.errors import PlacementError
 from unimem.system.limits import SHM
@@ -31,7 +32,6 @@ ACCESS_MODE = 0o400
 _PREFIX = "unimem-stage-"
 _HUGE_SHIFTS = {"2m": 21, "1g": 30}
 _ALL_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CHILD = os.path.join(os.path.dirname(__file__), "mount_process.py")
 
 
@@ -211,7 +211,7 @@ class Folder(Place):
                 raise PlacementError(error.errno, f"{SHM}: {error.strerror}") from None
             # Until it is locked, another process may remove it as stale.
             with suppress(FileNotFoundError):
-                if _lock(self.folder, self._fds.add(os.open, self.folder, _FOLDER)):
+                if _lock(self.folder, self._fds.add(os.open, self.folder, OPEN_FOLDER)):
                     return
             self._fds.close()
 
@@ -232,20 +232,29 @@ class Folder(Place):
         super().leave()
 
 
-def sweep() -> None:
-    """Remove this user's stale folders in ``/dev/shm``, left by a crash; leave all others."""
+def sweep() -> list[str]:
+    """Remove this user's stale folders in ``/dev/shm``, left by a crash; leave all others.
+
+    Return what lies there under such a name and is not this user's folder, in words.
+    """
+    left = []
     try:
         names = os.listdir(SHM)
     except OSError:  # there is no /dev/shm
-        return
+        return []
     for name in names:
         folder = f"{SHM}/{name}"
         if not name.startswith(_PREFIX):
             continue
-        with suppress(OSError), Descriptors() as fds:  # another user's, or already gone
-            fd = fds.add(os.open, folder, _FOLDER)
-            if os.fstat(fd).st_uid == os.geteuid() and _lock(folder, fd):
+        with suppress(OSError), Descriptors() as fds:  # already gone
+            if kind := foreign_kind(os.lstat(folder)):
+                left.append(f"{folder} ({kind})")
+                continue
+            fd = fds.add(os.open, folder, OPEN_FOLDER)
+            # Another user may have put a folder there since.
+            if foreign_kind(os.fstat(fd)) is None and _lock(folder, fd):
                 _remove(folder, fd)
+    return left
 
 
 def _lock(folder: str, fd: int) -> bool:
@@ -259,15 +268,7 @@ def _lock(folder: str, fd: int) -> bool:
 
 def _remove(folder: str, fd: int) -> None:
     """Remove a folder and its contents; one without a descriptor is empty."""
-    import shutil
-
-    # Listed by its path: `fd` shares its position with a keeper that may be listing, too.
-    for name in os.listdir(f"/proc/self/fd/{fd}") if fd >= 0 else ():
-        with suppress(FileNotFoundError):
-            try:
-                os.unlink(name, dir_fd=fd)
-            except IsADirectoryError:  # the user has put it there
-                with suppress(RecursionError):  # too deep; it stays, and so does the folder
-                    shutil.rmtree(name, dir_fd=fd)
+    if fd >= 0:
+        empty_folder(fd)
     with suppress(FileNotFoundError):
         os.rmdir(folder)

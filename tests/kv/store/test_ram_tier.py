@@ -27,6 +27,8 @@ from support.files.prefix_stores import (
     shm,
     taken,
 )
+from support.kernel import taken_names
+from unimem.kv.store import ram_tier
 from unimem.kv.store.ram_tier import RamTier
 from unimem.system import limits
 
@@ -62,6 +64,33 @@ def test_a_budget_beyond_shared_memory_is_refused(tmp_path: Path) -> None:
         opened(tmp_path / "s", ram_bytes=1 << 60),
     ):
         pass
+
+
+@pytest.mark.parametrize("kind", sorted(taken_names.KINDS))
+def test_a_name_that_others_have_taken_is_skipped(tmp_path: Path, shm: Path, kind: str) -> None:
+    with opened(tmp_path / "s", ram_bytes=1 << 22):
+        (folder,) = shm.iterdir()
+    taken_names.take(folder, kind)
+    told = pytest.warns(um.PlacementWarning, match=rf"{folder} is .*; chunks .* lie in {folder}-1")
+    ram: dict[str, Any] = {"ram_bytes": 1 << 22, "disk_bytes": 0}
+    with told, opened(tmp_path / "s", **ram) as first, opened(tmp_path / "s", **ram) as second:
+        with cache(45) as kv:
+            assert first.put(kv, TOKENS, model=MODEL) == 40
+        with cache() as out:
+            assert second.restore_into(out, TOKENS, model=MODEL) == 40
+    assert [path.name for path in shm.iterdir()] == [folder.name]
+
+
+def test_a_store_whose_names_are_all_taken_says_what_to_do(
+    tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ram_tier, "_MOST_NAMES", 3)
+    with opened(tmp_path / "s", ram_bytes=1 << 22):
+        (folder,) = shm.iterdir()
+    for i in range(3):
+        taken_names.take(folder.with_name(folder.name + f"-{i}" * (i > 0)), "a FIFO")
+    with pytest.raises(PermissionError, match=r"next 2: .*ram_bytes=0"):
+        um.KVStore(tmp_path / "s", ram_bytes=1 << 22)
 
 
 # ---- placement of the pool, in the machine's /dev/shm ----
@@ -155,6 +184,18 @@ def held(tier: RamTier) -> list[int]:
             assert (out == i).all()
             found.append(i)
     return found
+
+
+@pytest.mark.parametrize("field", ["unit_bytes", "n_units"])
+@pytest.mark.parametrize("value", [0, 1, 1 << 40, 2**64 - 1])
+def test_a_damaged_head_is_an_error(tmp_path: Path, shm: Path, field: str, value: int) -> None:
+    with closing(tier_of(tmp_path / "s", 10)) as tier:
+        before = tier._head[field].copy()
+        tier._head[field] = value
+        with pytest.raises(OSError, match="table of chunks is damaged"):
+            tier_of(tmp_path / "s", 10)
+        tier._head[field] = before
+        tier_of(tmp_path / "s", 10).close()
 
 
 class KilledError(BaseException):

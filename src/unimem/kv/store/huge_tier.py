@@ -42,9 +42,9 @@ class HugeTier(RamTier):
 
 
 def _held_bytes(folder: str) -> int:
-    """Return the bytes of the files of a folder; 0 for a missing folder."""
+    """Return the bytes of the files of a folder; 0 for a missing folder, or another user's."""
     held = 0
-    with suppress(FileNotFoundError), ExitStack() as undo:
+    with suppress(OSError), ExitStack() as undo:
         for entry in undo.enter_context(os.scandir(folder)):
             with suppress(FileNotFoundError):
                 info = entry.stat(follow_symlinks=False)

@@ -12,6 +12,7 @@ was replaced meanwhile has another generation, and its bytes fail their hash in 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -19,13 +20,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from unimem._core.block import Block
-from unimem.base.cache_folder import check_own_folder
+from unimem.base.cache_folder import OPEN_FOLDER, empty_folder, foreign_kind
 from unimem.base.descriptors import Descriptors
 from unimem.errors import CapacityError, PlacementError
 from unimem.kv.store.tiers import (
@@ -48,6 +50,7 @@ _PAGE_BYTES = 4096
 _MOST_UNITS = 1 << 16
 #: The places that a tag chooses from. At most half of all places are taken: a chunk has two units.
 _WINDOW = 64
+_MOST_NAMES = 100  # tried for a folder in shared memory, where any user may take a name
 _FREE = np.iinfo(np.int64).max  # the time of use of a free place: it is never the oldest
 _MAGIC = int.from_bytes(b"UNIMEMP1", "little")
 _HEAD = np.dtype(
@@ -138,18 +141,22 @@ class RamTier:
             self._data = np.empty(0, np.uint8)
             for folder in folders:
                 _sweep(os.path.dirname(folder))
-                self._kept.append((folder, _keep(folder)))
+                self._kept.append(_keep(folder))
+            self.folder, self._place = self._kept[-1]
             self._lock, self._table, self._pool = (
-                self._fds.add(os.open, os.path.join(place, name), _OPEN, 0o600)
+                self._fds.add(partial(os.open, dir_fd=place), name, _OPEN, 0o600)
                 for place, name in (
-                    (folders[0], _LOCK),
-                    (folders[0], _TABLE),
-                    (folders[-1], _POOL),
+                    (self._kept[0][1], _LOCK),
+                    (self._kept[0][1], _TABLE),
+                    (self._place, _POOL),
                 )
             )
             with self._mutex, _flock(self._lock):
                 self._map()
             undo.pop_all()
+
+    def _open_in_place(self, name: str, flags: int) -> int:
+        return os.open(name, flags, dir_fd=self._place)
 
     def _map(self) -> None:
         """Map the table; make it, and the pool, if this is the first process."""
@@ -169,6 +176,10 @@ class RamTier:
                 )
         else:
             unit, n = int(head["unit_bytes"][0]), int(head["n_units"][0])
+            sizes = [os.fstat(fd).st_size for fd in (self._table, self._pool)]
+            if sizes != [_table_bytes(n), n * unit]:  # a mapping beyond a file's end is a SIGBUS
+                text = "The table of chunks is damaged: end all processes with this store"
+                raise OSError(errno.EIO, text, self.folder)
         how = self.folder, "staging", "table of chunks"
         self._map_of_table = Block._map_fd(self._table, 0, _table_bytes(n), "r+", *how)
         memory = self._map_of_table.as_array("uint8", _table_bytes(n))
@@ -311,7 +322,7 @@ class RamTier:
         """Keep `give_back` from taking memory, by a lock of this thread; False if it does so."""
         if not hasattr(self._own, "fds"):
             fds = Descriptors()
-            fds.add(os.open, os.path.join(self.folder, _POOL), os.O_RDONLY | os.O_CLOEXEC)
+            fds.add(self._open_in_place, _POOL, os.O_RDONLY | os.O_CLOEXEC)
             self._own.fds = fds
         fd = self._own.fds[0]
         try:
@@ -349,7 +360,7 @@ class RamTier:
                 self._free(int(at))
             if self._block is not None:
                 with Descriptors() as fds:
-                    fd = fds.add(os.open, os.path.join(self.folder, _POOL), os.O_RDWR)
+                    fd = fds.add(self._open_in_place, _POOL, os.O_RDWR | os.O_CLOEXEC)
                     fcntl.flock(fd, fcntl.LOCK_EX)  # readers end first
                     self._head["given_back"] = 1
                     with mmap.mmap(fd, self._n_units * self._unit) as memory:
@@ -481,29 +492,52 @@ def _flock(fd: int) -> Iterator[None]:
         fcntl.flock(fd, fcntl.LOCK_UN)
 
 
-def _keep(path: str) -> int:
-    """Make a missing folder of shared memory, and keep other processes from removing it."""
+def _keep(path: str) -> tuple[str, int]:
+    """Make or open a folder of shared memory, and keep other processes from removing it.
+
+    If its name is taken by another user, or by anything but a folder, it gets another name.
+    """
+    taken = ""
+    for i in range(_MOST_NAMES):
+        name = f"{path}-{i}" if i else path
+        found = _keep_own(name)
+        if isinstance(found, int):
+            if taken:
+                policy.warn(f"{taken}; chunks in RAM lie in {name} instead")
+            return name, found
+        taken = taken or f"{path} is {found}"
+    raise PermissionError(
+        errno.EPERM,
+        f"Others have taken this name and the next {_MOST_NAMES - 1}: expected a folder of this "
+        "user: remove them as root, or ram_bytes=0",
+        path,
+    )
+
+
+def _keep_own(path: str) -> int | str:
+    """Make or open a folder, and lock it; say what else lies there."""
     while True:
         with suppress(FileExistsError):
             os.mkdir(path, 0o700)
-        with suppress(FileNotFoundError), ExitStack() as undo:
-            check_own_folder(path, instead="ram_bytes=0")
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with suppress(FileNotFoundError), ExitStack() as undo:  # it was just removed
+            if kind := foreign_kind(os.lstat(path)):
+                return kind
+            fd = os.open(path, OPEN_FOLDER)
             undo.callback(os.close, fd)
+            if kind := foreign_kind(os.fstat(fd)):
+                return kind
             fcntl.flock(fd, fcntl.LOCK_SH)
-            if os.path.samestat(os.stat(path), os.fstat(fd)):
+            if os.path.samestat(os.lstat(path), os.fstat(fd)):
                 undo.pop_all()
                 return fd
 
 
 def _remove_unkept(path: str, fd: int) -> None:
-    import shutil
-
-    # Another process has it, it is another folder by now, or somebody has made it very deep.
-    with suppress(OSError, RecursionError):
+    with suppress(OSError):  # another process has it, or it is another folder by now
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.stat(path), os.fstat(fd)):
-            shutil.rmtree(path)
+        if os.path.samestat(os.lstat(path), os.fstat(fd)):
+            empty_folder(fd)
+            os.rmdir(path)
 
 
 def _sweep(root: str) -> None:
@@ -512,9 +546,9 @@ def _sweep(root: str) -> None:
         if name.startswith(f"{_PREFIX}{os.geteuid()}-"):
             path = f"{root}/{name}"
             with suppress(OSError):
-                fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                fd = os.open(path, OPEN_FOLDER)
                 try:
-                    if os.fstat(fd).st_uid == os.geteuid():  # any user may take the name
+                    if foreign_kind(os.fstat(fd)) is None:  # any user may take the name
                         _remove_unkept(path, fd)
                 finally:
                     os.close(fd)
