@@ -37,9 +37,8 @@ class Graphs:
 
     def __call__(self, module: Any, inputs: Any) -> Any:
         self.count += 1
-        return (
-            torch._dynamo.lookup_backend("aot_eager")(module, inputs) if self.autograd else module
-        )
+        lookup = torch._dynamo.lookup_backend("aot_eager")
+        return lookup(module, inputs) if self.autograd else module
 
 
 def compiled(model: Any, graphs: Graphs, **options: Any) -> Any:
@@ -60,7 +59,7 @@ def as_it_is(model: Any, cache: Any) -> list[int]:
         return chosen(model, cache)
 
 
-@pytest.mark.parametrize("kind, attention", [("llama", "sdpa"), ("gemma", "unimem")])
+@pytest.mark.parametrize(("kind", "attention"), [("llama", "sdpa"), ("gemma", "unimem")])
 def test_there_are_no_more_graphs_than_with_a_dynamic_cache(kind: str, attention: str) -> None:
     model = tiny.model(kind)
     model.set_attn_implementation(attention)
