@@ -368,7 +368,7 @@ def test_a_step_of_an_optimizer_over_a_file_is_refused(torch: Any, weights: um.W
     other(torch.ones(2)).sum().backward()
     torch.optim.SGD(other.parameters(), lr=1.0).step()
     with pytest.raises(ValueError, match="writable: expected one of copy, got True"):
-        ut.load_state_dict(net, weights, writable=True)
+        ut.load_state_dict(net, weights, writable=True)  # type: ignore[arg-type]
 
 
 def test_closed_weights_say_so(torch: Any, path: Path) -> None:

@@ -407,7 +407,8 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
         if rows is not None and all(map(_fits, (key_states, value_states), rows)):
             n_rows = rows[0].shape[2] if window is None else rows[0].shape[2] // 2
         if rows is None or shown > n_rows:
-            return operator.append(self._place, key_states, value_states, [], shown)
+            keys, values = operator.append(self._place, key_states, value_states, [], shown)
+            return keys, values
         operator.append(self._place, key_states, value_states, [*rows], 0)
         first = first % n_rows if window is not None else 0
         return rows[0].narrow(2, first, shown), rows[1].narrow(2, first, shown)
@@ -512,8 +513,8 @@ def _check_gradients(key_states: torch.Tensor) -> None:
 
 def _fits(states: torch.Tensor, rows: torch.Tensor) -> bool:
     """Return whether tokens have the type and sizes of rows."""
-    sizes = states.shape[:2] == rows.shape[:2] and states.shape[3] == rows.shape[3]
-    return sizes and states.dtype == rows.dtype
+    sizes: bool = states.shape[:2] == rows.shape[:2] and states.shape[3] == rows.shape[3]
+    return sizes and bool(states.dtype == rows.dtype)
 
 
 def _together(call: str) -> NotImplementedError:

@@ -31,7 +31,7 @@ def place_of(layer: Any) -> torch.Tensor:
         return torch.tensor([number], device="cpu")
 
 
-@torch.library.custom_op("unimem::append", mutates_args=("place", "rows"), device_types="cpu")
+@torch.library.custom_op("unimem::append", mutates_args=("place", "rows"), device_types="cpu")  # type: ignore[untyped-decorator]
 def append(
     place: torch.Tensor,
     key_states: torch.Tensor,
@@ -77,7 +77,7 @@ def append(
     return keys, values
 
 
-@append.register_fake
+@append.register_fake  # type: ignore[untyped-decorator]
 def _(
     place: torch.Tensor,
     key_states: torch.Tensor,
