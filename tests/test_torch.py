@@ -323,6 +323,54 @@ def test_a_tensor_that_does_not_fit_changes_nothing(
             assert all(after[name] is value for name, value in before.items())
 
 
+@pytest.mark.parametrize("load", ["map", "copy"])
+def test_parameters_that_may_be_written(torch: Any, path: Path, load: Any) -> None:
+    """An optimizer and torch's initializers write to pages of the module's own."""
+    before = path.read_bytes()
+    with um.open_weights(path, load=load) as weights:
+        net = module(torch)
+        copied = ut.load_state_dict(net, weights, writable="copy")
+        assert sorted(copied) == ["0.bias", "0.weight", "1.weight"][: 1 if load == "map" else 3]
+        assert all(parameter.requires_grad for parameter in net.parameters())
+        for name in ("0.weight", "1.weight"):
+            assert same_bits(torch, net.get_parameter(name), weights.tensors[name])
+        kept = net[0].weight.detach().clone()
+        net(torch.ones(6, dtype=torch.bfloat16)).sum().backward()
+        torch.optim.SGD(net.parameters(), lr=1.0).step()
+        assert not torch.equal(net[0].weight, kept)
+        torch.nn.init.zeros_(net[1].weight)
+        assert net[1].weight.count_nonzero() == 0
+        assert torch.equal(ut.tensor(weights.tensors["0.weight"]), kept)
+        assert path.read_bytes() == before
+
+
+def test_a_file_that_was_replaced_is_not_mapped_again(
+    torch: Any, path: Path, weights: um.Weights
+) -> None:
+    other = path.with_name("other")
+    other.write_bytes(path.read_bytes()[:-8] + bytes(8))
+    other.replace(path)
+    net = module(torch)
+    assert "1.weight" in ut.load_state_dict(net, weights, writable="copy")
+    assert same_bits(torch, net[1].weight, weights.tensors["1.weight"])
+
+
+def test_a_step_of_an_optimizer_over_a_file_is_refused(torch: Any, weights: um.Weights) -> None:
+    net = module(torch)
+    ut.load_state_dict(net, weights)
+    step = torch.optim.SGD(net.parameters(), lr=1.0).step
+    step()  # without gradients nothing is written
+    net.requires_grad_(True)
+    net(torch.ones(6, dtype=torch.bfloat16)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"expected parameters that may be written.*writable="):
+        step()
+    other = torch.nn.Linear(2, 2)
+    other(torch.ones(2)).sum().backward()
+    torch.optim.SGD(other.parameters(), lr=1.0).step()
+    with pytest.raises(ValueError, match="writable: expected one of copy, got True"):
+        ut.load_state_dict(net, weights, writable=True)  # type: ignore[arg-type]
+
+
 def test_closed_weights_say_so(torch: Any, path: Path) -> None:
     w = um.open_weights(path)
     tensor = w.tensors["0.weight"]

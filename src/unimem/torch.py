@@ -7,14 +7,19 @@ docs/torch.md.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Set
-from typing import Any
+from contextlib import suppress
+from typing import Any, Literal
 
 import numpy as np
 
+from unimem._core.block import Block
 from unimem._core.dlpack import exported
+from unimem.base.arguments import one_of
 from unimem.base.install_hint import install_hint
 from unimem.errors import ClosedError
+from unimem.weights.files import version_of
 from unimem.weights.opened import Weights
 from unimem.weights.tensors import Tensor
 
@@ -89,8 +94,40 @@ def tensor(view: Any) -> Any:
         ) from None
 
 
+# Parameters over a model's memory, by identity; the first makes the table, since it needs torch.
+_UNWRITABLE: list[Any] = []
+
+
+def _refuse_step(optimizer: Any, *_: Any) -> None:
+    """Raise RuntimeError before an optimizer writes to a model's memory, for all optimizers."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and parameter in _UNWRITABLE[0]:
+                raise RuntimeError(
+                    "optimizer: expected parameters that may be written, got one of shape "
+                    f"{tuple(parameter.shape)} in a model's memory: "
+                    "unimem.torch.load_state_dict(module, weights, writable='copy')"
+                )
+
+
+def _guard(parameters: list[Any]) -> None:
+    """Let steps of optimizers be refused for these."""
+    if not _UNWRITABLE:
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+        from torch.utils.weak import WeakIdKeyDictionary
+
+        _UNWRITABLE.append(WeakIdKeyDictionary())
+        register_optimizer_step_pre_hook(_refuse_step)
+    _UNWRITABLE[0].update(dict.fromkeys(parameters, True))
+
+
 def load_state_dict(
-    module: Any, weights: Weights, *, names: Mapping[str, str] | None = None, strict: bool = True
+    module: Any,
+    weights: Weights,
+    *,
+    names: Mapping[str, str] | None = None,
+    strict: bool = True,
+    writable: Literal["copy"] | None = None,
 ) -> list[str]:
     """Give a module the tensors of a model, without a copy if their dtypes agree.
 
@@ -106,13 +143,18 @@ def load_state_dict(
         Maps names of the module to names of the model's tensors, if they differ.
     strict : bool, default True
         Whether each parameter must be in the model, and each tensor of the model in the module.
+    writable : {"copy"}, optional
+        ``"copy"``: parameters may be written, and keep `requires_grad`. They are mapped anew, and a
+        page is copied when it is first written; weights that are no mapped files are copied at
+        once. Neither the file nor `weights` ever changes.
 
     Returns
     -------
     list of str
         The copied tensors, which the module has in another dtype or on another device; a parameter
         with two names is listed by the first. All others are the model's own memory, and their
-        parameters require no gradient, since writing is not allowed: see `tensor`.
+        parameters require no gradient, since writing is not allowed: the step of an optimizer
+        raises RuntimeError, and other writes are not seen; see `tensor`.
 
     Raises
     ------
@@ -127,6 +169,8 @@ def load_state_dict(
         The weights were closed.
     """
     torch = _torch()
+    if writable is not None:
+        one_of(writable, "writable", ("copy",))
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
     if not isinstance(weights, Weights):
@@ -149,20 +193,44 @@ def load_state_dict(
     made: dict[int, Any] = {}
     copied: list[str] = []
     mapped: list[str] = []
+    files = _private_files(weights) if writable else {}
     for number, name in first.items():
-        value = own[name]
-        given = tensor(_checked(weights.tensors[called[name]], tuple(value.shape), name))
+        value, source = own[name], weights.tensors[called[name]]
+        array = _checked(source, tuple(value.shape), name)
+        whole = files.get(source.file)
+        if whole is not None:
+            own_pages = whole[source.offset : source.offset + source.nbytes]
+            array = own_pages.view(array.dtype).reshape(array.shape)
+        given = tensor(array)
         device = given.device if value.device.type == "meta" else value.device
-        fitted = given.to(device, value.dtype)
+        fitted = given.to(device, value.dtype, copy=writable is not None and whole is None)
         (mapped if fitted is given else copied).append(name)
         if isinstance(value, torch.nn.Parameter):
-            fitted = torch.nn.Parameter(fitted, requires_grad=False)
+            fitted = torch.nn.Parameter(
+                fitted, requires_grad=bool(writable and value.requires_grad)
+            )
         made[number] = fitted
     state = {name: made[id(value)] for name, value in own.items() if id(value) in made}
     module.load_state_dict(state, strict=False, assign=True)
-    for name in mapped:  # torch copies requires_grad from the old parameter
-        state[name].requires_grad_(False)
+    if not writable:
+        for name in mapped:  # torch copies requires_grad from the old parameter
+            state[name].requires_grad_(False)
+        _guard([state[name] for name in mapped])
     return copied
+
+
+def _private_files(weights: Weights) -> dict[str, np.ndarray[Any, Any]]:
+    """Map the files of a mapped model copy-on-write, by path, where they are as they were."""
+    made: dict[str, np.ndarray[Any, Any]] = {}
+    for part in weights._parts if weights.load == "map" else ():
+        file = part.file
+        if file.memory is None:
+            with suppress(OSError):
+                with Block.map(file.absolute_path, mode="c", name=file.path) as block:
+                    whole = block.as_array("uint8")
+                if version_of(os.stat(file.absolute_path)) == file.version:
+                    made[file.path] = whole
+    return made
 
 
 def _called(own: Mapping[str, Any], weights: Weights, names: Mapping[str, str]) -> dict[str, str]:

@@ -280,6 +280,46 @@ def test_weights_that_are_elsewhere_are_refused() -> None:
         model_name.model_name(model)
 
 
+def dynamic(model: Any, folder: Path) -> Any:
+    return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, torch.qint8)
+
+
+def torchao(model: Any, folder: Path) -> Any:
+    made = pytest.importorskip("torchao.quantization", reason="a test with torchao itself")
+    made.quantize_(model, made.Int8WeightOnlyConfig())
+    return model
+
+
+def on_disk(model: Any, folder: Path) -> Any:
+    made = pytest.importorskip("accelerate", reason="a test with Accelerate itself")
+    return made.disk_offload(model, folder / f"of {id(model)}")
+
+
+@pytest.mark.filterwarnings("ignore")  # of packages that are deprecated, or lack a GPU
+@pytest.mark.parametrize("change", [dynamic, torchao, on_disk])
+def test_weights_that_are_kept_otherwise_are_read(
+    change: Callable[[Any, Path], Any], tmp_path: Path
+) -> None:
+    plain, ids, path = tiny.model("llama"), tiny.prompts(1, 24), tmp_path / "chat.kv"
+    model, again = (change(copy.deepcopy(plain), tmp_path) for _ in range(2))
+    other = copy.deepcopy(plain)
+    other.model.layers[1].self_attn.o_proj.weight.data[3] *= 2
+    assert (model_name.model_name(plain) == model_name.model_name(model)) is (change is on_disk)
+    with (
+        um.KVStore(tmp_path / "s", ram_bytes=0, disk_bytes=1 << 24, chunk_tokens=16) as store,
+        KVCache.for_model(model) as cache,
+    ):
+        model(ids, **{CACHE: cache})
+        cache.save(path, tokens=ids)
+        assert cache.put_into(store, ids) == 16
+        with KVCache.for_model(again) as another:
+            assert another.restore_from(store, ids) == 16
+    with KVCache.restore(path, model=again, tokens=ids) as cache:
+        assert cache.get_seq_length() == 24
+    with pytest.raises(SnapshotError, match="expected a conversation of model"):
+        KVCache.restore(path, model=change(other, tmp_path), tokens=ids)
+
+
 def test_configuration_counts() -> None:
     model = tiny.model("llama")
     changed = copy.deepcopy(model)

@@ -147,7 +147,9 @@ def _weighed(
     """Attend with a sink of each head or capped scores; ``[batch, heads, n, head_dim]``."""
     batch, heads, n, dim = query.shape
     kv_heads, tokens = key.shape[1:3]
-    step = max(1, _PIECE_SCORES // (batch * heads * tokens))
+    of_one = batch * heads * tokens
+    # A compiler takes a quotient for a constant, so a token has none.
+    step = n if n == 1 or n * of_one <= _PIECE_SCORES else max(1, _PIECE_SCORES // of_one)
     made = []
     for first in range(0, n, step):
         piece = query[:, :, first : first + step].reshape(batch, kv_heads, -1, dim)

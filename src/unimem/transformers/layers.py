@@ -21,6 +21,7 @@ from unimem.kv.cache.cache import KVCache
 from unimem.kv.rotate_heads import rotate_heads
 from unimem.kv.types import block_values, kv_name
 from unimem.system import limits
+from unimem.transformers import operator
 
 __all__ = ["CacheOptions", "Group", "Layer", "as_tensor"]
 
@@ -87,6 +88,7 @@ class Group:
     rows: list[Tensors | None] = field(default_factory=list)  # all rows of each layer, made once
     dims: Dims = (0, 0, 0, 0)
     oldest: int = 0  # the first position that a ring held when it was adopted
+    grows: bool = True
 
     def add(self) -> int:
         """Add a layer, in the order of the model; return its number."""
@@ -103,7 +105,7 @@ class Group:
         """Make the cache for tokens like these."""
         dims = dims_of(keys, values)
         self.kv = self.make(dims, self.dtype_for(keys), budget_bytes)
-        self.dims = dims
+        self.dims, self.grows = dims, self.kv.grow
         self.drop_rows()
 
     def takes(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
@@ -149,7 +151,7 @@ class Group:
     def adopt(self, kv: KVCache) -> None:
         """Use a cache that has tokens already."""
         self.kv = kv
-        self.dims = kv.batch, kv.n_kv_heads, kv.head_dim, kv.v_head_dim
+        self.dims, self.grows = (kv.batch, kv.n_kv_heads, kv.head_dim, kv.v_head_dim), kv.grow
         self.oldest = kv.next_position - kv.seq_len
         self.count(kv.next_position)
         self.drop_rows()
@@ -258,6 +260,7 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
         self._owner = weakref.ref(owner)  # no cycle, so that a dropped cache is freed at once
         self.group = group
         self.index = index  # in its group
+        self._place = operator.place_of(self)
 
     def __repr__(self) -> str:
         window = self.group.window
@@ -268,6 +271,11 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
     def length(self) -> int:
         """All tokens so far, also those that a window has dropped."""
         return self.group.lengths[self.index]
+
+    @property
+    def rows(self) -> Tensors | None:
+        """All usable rows of K and V, of a ring in both images, or None before they were used."""
+        return self.group.rows[self.index]
 
     @property
     def is_sliding(self) -> bool:
@@ -346,15 +354,13 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
         CacheFull, CapacityError, MemoryError, PlacementError
             As `unimem.KVCache.append`. No token was appended.
         """
+        if torch.compiler.is_compiling():
+            return self._append_compiled(key_states, value_states)
         group, n = self.group, key_states.shape[2]
         wanted = dims_of(key_states, value_states)
         if group.dims != wanted or value_states.shape[:3] != key_states.shape[:3]:
             self.lazy_initialization(key_states, value_states)
-        if key_states.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
-                "KVCache.update: expected tokens without gradients, which a cache does not keep: "
-                "call the model under torch.no_grad()"
-            )
+        _check_gradients(key_states)
         try:
             return self._append(group.require(), key_states, value_states)
         except CacheFull as error:
@@ -386,6 +392,26 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
             if first < 0:  # continue in the second image of the rows
                 first, end = first + kv.n_rows, end + kv.n_rows
         return keys.narrow(2, first, end - first), values.narrow(2, first, end - first)
+
+    def _append_compiled(self, key_states: torch.Tensor, value_states: torch.Tensor) -> Tensors:
+        """Append tokens by the operator, without a look at the cache, for `torch.compile`."""
+        _check_gradients(key_states)
+        group, n, length = self.group, key_states.shape[2], self.length
+        rows, window = None if group.grows else self.rows, group.window
+        shown, first = self.get_mask_sizes(n)
+        group.lengths[self.index] += n
+        if not length or window == 1:
+            operator.append(self._place, key_states, value_states, [], 0)
+            return key_states, value_states
+        n_rows = 0
+        if rows is not None and all(map(_fits, (key_states, value_states), rows)):
+            n_rows = rows[0].shape[2] if window is None else rows[0].shape[2] // 2
+        if rows is None or shown > n_rows:
+            keys, values = operator.append(self._place, key_states, value_states, [], shown)
+            return keys, values
+        operator.append(self._place, key_states, value_states, [*rows], 0)
+        first = first % n_rows if window is not None else 0
+        return rows[0].narrow(2, first, shown), rows[1].narrow(2, first, shown)
 
     def _rows_to(self, kv: KVCache, end: int) -> Tensors:
         """Return tensors of all usable rows, at least up to `end`."""
@@ -475,6 +501,20 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Raise NotImplementedError, since layers of one kind go together."""
         raise _together("batch_select_indices")
+
+
+def _check_gradients(key_states: torch.Tensor) -> None:
+    if key_states.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            "KVCache.update: expected tokens without gradients, which a cache does not keep: "
+            "call the model under torch.no_grad()"
+        )
+
+
+def _fits(states: torch.Tensor, rows: torch.Tensor) -> bool:
+    """Return whether tokens have the type and sizes of rows."""
+    sizes: bool = states.shape[:2] == rows.shape[:2] and states.shape[3] == rows.shape[3]
+    return sizes and bool(states.dtype == rows.dtype)
 
 
 def _together(call: str) -> NotImplementedError:

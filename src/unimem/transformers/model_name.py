@@ -42,7 +42,7 @@ def model_name(model: PreTrainedModel) -> str:
     Raises
     ------
     ValueError
-        Weights are not in memory.
+        Weights are neither in memory nor offloaded by Accelerate.
     """
     fields = model.config.to_dict()
     text = "".join(
@@ -56,10 +56,14 @@ def model_name(model: PreTrainedModel) -> str:
 def weights_hash(module: torch.nn.Module) -> str:
     """Hash all parameters and buffers of a module, whatever their layout, and its adapters."""
     total, tensors = xxhash.xxh3_128(), dict(_tensors(module))
-    digests = _digests(tensors.values())
+    digests = _digests(tensor for tensor in tensors.values() if not tensor.is_meta)
     for name in sorted(tensors):
-        kind = f"{tuple(tensors[name].shape)} {tensors[name].dtype}"
-        total.update(f"{name} {kind}\n".encode() + digests[_place(tensors[name])])
+        tensor, known = tensors[name], digests
+        if tensor.is_meta:  # one at a time, since they may not fit into memory
+            tensor = _offloaded(module, name)
+            known = _digests([tensor])
+        kind = f"{tuple(tensor.shape)} {tensor.dtype}"
+        total.update(f"{name} {kind}\n".encode() + known[_place(tensor)])
     for name, part in module.named_modules():
         if isinstance(getattr(part, "merged_adapters", None), list):
             applied = [getattr(part, each, None) for each in _OF_ADAPTERS]
@@ -73,12 +77,23 @@ def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     state = {name: value for name, value in state.items() if not _grows(module, name)}
     state |= dict(module.named_parameters(remove_duplicate=False)) | module.state_dict()
     for name, value in state.items():
-        if getattr(value, "is_meta", False):
-            raise ValueError(
-                f"model: expected weights in memory, got {name} on meta: load it without "
-                "offloading, such as with device_map='cpu'"
-            )
         yield name, value.detach() if _is_dense(value) else _saved(value)
+
+
+def _offloaded(module: torch.nn.Module, name: str) -> torch.Tensor:
+    """Read what Accelerate has offloaded, such as to a disk."""
+    parts = name.split(".")
+    for i in reversed(range(len(parts))):
+        hook = getattr(module.get_submodule(".".join(parts[:i])), "_hf_hook", None)
+        for one in getattr(hook, "hooks", (hook,)):
+            weights, own = getattr(one, "weights_map", None), ".".join(parts[i:])
+            if weights is not None and own in weights:
+                found: torch.Tensor = weights[own].detach()
+                return found
+    raise ValueError(
+        f"model: expected weights in memory, or offloaded by Accelerate, got {name} on meta: load "
+        "it without offloading, such as with device_map='cpu'"
+    )
 
 
 def _grows(module: torch.nn.Module, name: str) -> bool:
