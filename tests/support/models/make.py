@@ -20,7 +20,7 @@ from unimem_bench import models as bench
 Shape = bench.ModelShape
 FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}
 
-OAI_SCALING = {"type": "yarn", "factor": 32.0, "original_context_length": 256}
+OAI_SCALING: dict[str, Any] = {"type": "yarn", "factor": 32.0, "original_context_length": 256}
 
 TINY = Shape(hidden=64, layers=2, heads=4, kv_heads=2, inner=128, vocab=320, ctx=600)
 SMALL = Shape(hidden=256, layers=4, heads=8, kv_heads=2, inner=768, vocab=1024, ctx=1024)
