@@ -64,7 +64,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3 q8_0": {"arch": "gemma3", "shape": small(layers=7), "kind": "q8_0", "gain": 0.003},
     "qwen3moe f16": {"arch": "qwen3moe", "shape": small(inner=128)},
     "qwen3moe q8_0": {"arch": "qwen3moe", "kind": "q8_0", "gain": QUANTIZED},
-    "gpt-oss f16": {"arch": "gpt-oss", "shape": GPT_OSS, "gain": 0.1, "seed": 1},
+    "gpt-oss f16": {"arch": "gpt-oss", "shape": GPT_OSS},
     "gpt-oss mxfp4": {"arch": "gpt-oss", "shape": GPT_OSS, "kind": "mxfp4", "gain": QUANTIZED},
     "rope yarn": {
         "arch": "qwen2",

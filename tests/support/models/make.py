@@ -145,13 +145,12 @@ def write_model(
             vector(f"{blk}.attn_k_norm.weight", shape.head, 1, 0.1)
         matrix(f"{blk}.attn_output.weight", hidden, q, q**-0.5 * gain)
         if is_oai:
-            # Some gates are beyond their limit of 7.
             for name, dims, mean, scale in (
                 ("attn_sinks.weight", (shape.heads,), 1, 1),
                 ("attn_output.bias", (hidden,), 0, 0.2 * gain),
                 ("ffn_gate_inp.bias", experts[:1], 0, 0.2),
-                ("ffn_gate_exps.bias", (experts[0], shape.inner), 0, 2),
-                ("ffn_up_exps.bias", (experts[0], shape.inner), 0, 2),
+                ("ffn_gate_exps.bias", (experts[0], shape.inner), 0, 0.2),
+                ("ffn_up_exps.bias", (experts[0], shape.inner), 0, 0.2),
                 ("ffn_down_exps.bias", (experts[0], hidden), 0, 0.2 * gain),
             ):
                 vector(f"{blk}.{name}", dims, mean, scale)
