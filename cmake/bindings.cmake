@@ -104,7 +104,7 @@ add_custom_command(
 add_custom_target(unimem_utility DEPENDS ${UNIMEM_UTILITY_C})
 unimem_add_module(src/unimem/_core cyutility ${UNIMEM_UTILITY_C} unimem_utility)
 unimem_add_bindings(src/unimem/_core status dlpack arrays foreign region mapping block tape grid
-  load guard tmpfs pieces)
+  load guard hashing tmpfs pieces)
 unimem_add_bindings(src/unimem/base turns)
 unimem_add_bindings(src/unimem/kv types inputs states paged scratchpad rotate_heads)
 unimem_add_bindings(src/unimem/kv/cache rows storage one_kind layered cache device)

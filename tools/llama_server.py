@@ -49,10 +49,10 @@ def _serve(model: str, folder: str, given: dict[str, Any]) -> None:
     params.hostnames, params.port, params.n_gpu_layers = ["127.0.0.1"], 0, 0
     threads = given.pop("threads", 2)
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
-    types = {name: getattr(xllamacpp.ggml_type, value) for name, value in given.items()
-             if name.startswith("cache_type")}  # fmt: skip
-    for name, value in (given | types).items():
-        setattr(params, name, value)
+    enums = dict.fromkeys(("cache_type_k", "cache_type_v"), xllamacpp.ggml_type)
+    enums["flash_attn_type"] = xllamacpp.llama_flash_attn_type
+    for name, value in given.items():
+        setattr(params, name, getattr(enums[name], value) if name in enums else value)
     server = xllamacpp.Server(params)
     print(server.listening_address, flush=True)
     sys.stdin.read()

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -42,11 +43,12 @@ class TimedProcess:
     """
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        self._errors = tempfile.TemporaryFile(mode="w+")
         self._process = subprocess.Popen(
             words,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._errors,
             text=True,
             env=os.environ | {"UNIMEM_CACHE": "off"} | dict(environment or {}),
         )
@@ -83,8 +85,10 @@ class TimedProcess:
         line = self._process.stdout.readline()
         if not line:
             status = self._process.wait()
+            self._errors.seek(0)
+            words = self._errors.read().split("\n")[-2:]
             raise TimedProcessError(
-                f"it ended with status {status}; -9 is the kernel's, for want of memory"
+                f"it ended with status {status} ({words[0] or '-9 is for want of memory'})"
             )
         found: dict[str, Any] = json.loads(line)
         return found

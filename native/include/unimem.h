@@ -7,7 +7,8 @@
  * Threads: these calls may run at once on one object; all others need it for themselves. Fields
  * that are "read" belong to the thread that changes the object.
  *
- * - The ledger, counters, marks, um_convert, um_rotate, um_file_read, um_guard_*: any.
+ * - The ledger, counters, marks, um_convert, um_copy_hashed, um_rotate, um_file_read,
+ *   um_guard_*: any.
  * - um_block: calls that take a const um_block, um_block_warm, um_block_warm_to_write,
  *   um_block_advise, um_block_collapse and um_block_repair. Beside them one thread may call
  *   um_block_commit, um_block_release, um_block_discard, um_block_overlay or um_block_lock; the
@@ -748,6 +749,12 @@ UM_API UM_CHECKED um_status um_convert(void *out, um_dtype out_type, const void 
                                        um_dtype in_type, size_t n, um_error *err);
 /* Returns the code in use, the fastest that this CPU runs: "scalar", "avx2", "avx512" or "neon". */
 UM_API const char *um_convert_isa(void);
+/* Copies nbytes bytes, and in the same pass hashes them with n_zeros zeros behind them: XXH3 of 128
+ * bits with seed 0. out is NULL for the hash alone. out_hash gets 16 bytes, the canonical form. The
+ * ranges must not overlap. From 256 KiB on, an out that is aligned to 64 bytes is written past the
+ * CPU's caches. */
+UM_API void um_copy_hashed(void *out, const void *in, size_t nbytes, size_t n_zeros,
+                           uint8_t *out_hash);
 
 #ifdef __cplusplus
 }

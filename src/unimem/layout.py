@@ -297,10 +297,10 @@ class Layout(Lifetimes[Tape]):
 
     Parameters
     ----------
-    weights : int, Block or Weights
-        A size in bytes, a block, or an opened model, which counts as used.
-    scratch, history : int or Block
-        A size in bytes, or a block.
+    weights : int, str, Block or Weights
+        A size in bytes or such as ``"1G"``, a block, or an opened model, which counts as used.
+    scratch, history : int, str or Block
+        A size, or a block.
     **placement
         See `PlacementOptions`; for tapes given as sizes.
 
@@ -325,12 +325,12 @@ class Layout(Lifetimes[Tape]):
 
     def __init__(
         self,
-        weights: int | Block | Weights,
-        scratch: int | Block,
-        history: int | Block,
+        weights: int | str | Block | Weights,
+        scratch: int | str | Block,
+        history: int | str | Block,
         **placement: Unpack[PlacementOptions],
     ) -> None:
-        def new_tape(size_or_block: int | Block, name: str) -> Tape:
+        def new_tape(size_or_block: int | str | Block, name: str) -> Tape:
             if isinstance(size_or_block, Block):
                 return Tape(size_or_block, name=name)
             return Tape(size_or_block, name=name, category=name, **placement)

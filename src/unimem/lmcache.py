@@ -57,10 +57,7 @@ class KVStoreAdapter(L2AdapterInterface):  # type: ignore[misc]
     Parameters
     ----------
     options : mapping
-        LMCache's ``adapter_params``: ``where``, ``ram_bytes`` (default 0) and ``disk_bytes`` as for
-        `KVStore`; ``model``, a text that tells models of one name apart, such as a revision (a
-        model in a local folder is known by all bytes of its files); ``n_threads`` (default 8), the
-        threads that read chunks.
+        LMCache's ``adapter_params``: those of ``EngineStore`` (docs/engines.md).
     l1_memory_desc : optional
         LMCache's own memory, which is not used.
 
@@ -144,6 +141,7 @@ class KVStoreAdapter(L2AdapterInterface):  # type: ignore[misc]
                 stored.append((key, data.nbytes))
             else:
                 is_whole = False
+        self._store.sync()
         if stored:
             self._notify_keys_stored(*map(list, zip(*stored, strict=True)))
         return L2StoreResult(is_whole, sum(nbytes for _, nbytes in stored))

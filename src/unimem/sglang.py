@@ -63,9 +63,7 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
     Parameters
     ----------
     storage_config : sglang.srt.mem_cache.hicache_storage.HiCacheStorageConfig
-        Its ``extra_config["store"]`` has ``where``, ``ram_bytes`` (default 0) and ``disk_bytes`` as
-        for `KVStore`; ``model``, a text that tells models of one name apart, such as a revision (a
-        model in a local folder is known by all bytes of its files); ``n_threads`` (default 8).
+        Its ``extra_config["store"]`` has the options of ``EngineStore`` (docs/engines.md).
     kwargs : optional
         SGLang's further arguments, which are not used.
 
@@ -209,10 +207,12 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
     ) -> bool:
         """Write pages that are given as tensors; False if one was not written."""
         ages = self._ages(keys, [])
-        return all(
+        done = all(
             self._set(PoolName.KV, key, value, used_ns)
             for (key, used_ns), value in zip(ages, values, strict=True)
         )
+        self._store.sync()
+        return done
 
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
@@ -240,10 +240,12 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
     ) -> list[bool]:
         pool = self.registered_pools[name]
         firsts = _first_rows(name, pool, keys, host_indices)
-        return [
+        done = [
             self._set(name, key, pool.get_data_page(first, flat=True), used_ns)
             for (key, used_ns), first in zip(self._ages(keys, before), firsts, strict=True)
         ]
+        self._store.sync()
+        return done
 
     def _get_pages(self, name: str, keys: Sequence[str], host_indices: Any) -> list[bool]:
         pool = self.registered_pools[name]

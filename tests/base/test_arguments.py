@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unimem.base.arguments import check_callable, file_path, flag, integer, one_of, string
+from unimem.base.arguments import check_callable, file_path, flag, instance, integer, one_of, string
 
 
 @pytest.mark.parametrize(("check", "value", "expected"), [
@@ -19,6 +19,7 @@ from unimem.base.arguments import check_callable, file_path, flag, integer, one_
     (lambda v: flag(v, "lock"), np.bool_(True), True),
     (lambda v: one_of(v, "load", ("map", "copy")), "map", "map"),
     (lambda v: string(v, "name", "usual"), None, "usual"),
+    (lambda v: instance(v, "n", int), True, True),
     (lambda v: string(v, "name"), os.fsdecode(b"\xff"), "\udcff"),
     (file_path, Path("a"), "a"),
     (file_path, b"a\xff", "a\udcff"),
@@ -34,6 +35,7 @@ def test_good_values_are_converted(check: Callable[[Any], Any], value: Any, expe
     (lambda v: integer(v, "n", 1, 3), 1.0, TypeError, "n: expected an integer from 1 to 3, got"),
     (lambda v: flag(v, "lock"), "no", ValueError, "lock: expected False or True, got 'no'"),
     (lambda v: one_of(v, "load", ("map",)), ["map"], ValueError, "load: expected one of map"),
+    (lambda v: instance(v, "n", str), 3, TypeError, "n: expected a str, got 3"),
     (lambda v: string(v, "name"), 3, TypeError, "name: expected a string, got 3"),
     (lambda v: string(v, "name"), "a\ud800", ValueError, "surrogates at index 1"),
     (file_path, 3.5, TypeError, "path: expected the path of a file, got 3.5"),

@@ -57,6 +57,7 @@ ASKED: dict[tuple[int, str], dict[str, list[float]]] = {
     # Decode behind two lengths and a long prompt, three caches, one thread and all.
     (41, "context"): {"speed": [1] * 18},
     (22, "kv"): {"speed": [0.9] * 6 + [1] * 6, "cost": [1.1]},
+    (44, "store"): {"cost": [1.15] * 2},
     # Misses beside the best policy; all in memory; tokens beside llama.cpp, with half of the room,
     # a dense model and prompts; what disk and CPU allow; misses of uniform routing; a hit.
     (43, "stream"): {

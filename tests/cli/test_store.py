@@ -89,6 +89,8 @@ def test_another_model_s_prefixes_are_not_there(tmp_path: Path, model: Path) -> 
         (("import", "MODEL", "--model", "MODEL"), 1, "this is no slot file of llama.cpp"),
         (("import", "missing", "--model", "MODEL"), 1, "No such file"),
         (("import", "MODEL", "--model", "missing"), 1, "No such file"),
+        (("list", "--streams", "0"), 2, "--streams"),
+        (("list", "--disk-bytes", "many"), 2, "--disk-bytes"),
     ],
 )
 def test_wrong_usage(

@@ -126,7 +126,7 @@ def test_products_from_slots_have_the_bits_of_those_from_the_file(
     path.write_bytes(b"front" + data + other)
     shape = n_tokens, N_USED, M
     with open_pieces(path, [len(data) // N, 7], N, slots) as pieces:
-        reader = PieceReader(pieces, n_tokens * N_USED)
+        reader = PieceReader(pieces, n_tokens * N_USED, print)
         for threads in (1, 2) if kind == "q4_K" else (1,):
             results = []
             for is_streamed in (False, True):
@@ -160,7 +160,7 @@ def test_a_layer_is_pointed_at_its_slot(tmp_path: Path, products: Callable[[], P
     size = layers[0].nbytes
     x = rng.standard_normal((1, K), np.float32)
     with open_pieces(path, [size], 4, 2, policy="cycle") as pieces:
-        reader = PieceReader(pieces, 1)
+        reader = PieceReader(pieces, 1, print)
         pool, at = (pieces.address(0), pieces.stride(0)), pieces.part_offset(0, 0)
         for number in (0, 1, 3, 2, 0):
             graph = products()
@@ -183,10 +183,10 @@ def test_a_reader_lets_pieces_go_with_its_end(tmp_path: Path) -> None:
     path = tmp_path / "pieces"
     path.write_bytes(bytes(1000))
     pieces = open_pieces(path, [100], 4, 2)
-    reader = PieceReader(pieces, 3)
+    reader = PieceReader(pieces, 3, print)
     with pytest.raises(BufferError, match="holder"):
         pieces.close()
     reader.close()
     pieces.close()
     with pytest.raises(um.ClosedError):
-        PieceReader(pieces, 3)
+        PieceReader(pieces, 3, print)

@@ -300,17 +300,46 @@ def test_a_prompt_whose_weights_cannot_be_read_does_not_count(
         np.testing.assert_array_equal(decoder.prefill(PROMPT), expected)
 
 
-def test_a_file_that_was_written_to_is_noticed(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["written", "cut"])
+def test_a_changed_file_is_noticed_by_the_first_token_that_reads(
+    way: str, model: Path, tmp_path: Path
+) -> None:
     path = Path(shutil.copy(model, tmp_path / "copy.gguf"))
     with streamed(path, 0.3) as decoder:
         decoder.prefill(PROMPT[:20])
-        with open(path, "r+b") as file:
-            file.seek(-1, os.SEEK_END)
-            file.write(b"x")
-        greedy(decoder, 3)
+        if way == "cut":
+            os.truncate(path, path.stat().st_size - 1)
+        else:
+            with open(path, "r+b") as file:
+                file.seek(-1, os.SEEK_END)
+                file.write(b"x")
+        counted: list[int] = []
+
+        def go_on() -> None:
+            for _ in range(80):
+                counted.append(decoder.kv.seq_len)
+                n_read = figures(decoder)["read_bytes"]
+                decoder.generate_next_token()
+                assert figures(decoder)["read_bytes"] == n_read
+
+        with pytest.raises(OSError, match=r"copy\.gguf"):
+            go_on()
         with pytest.raises(OSError, match=r"copy\.gguf"):
             decoder.prefill(PROMPT[20:40])
-        assert decoder.kv.seq_len == 23
+        assert decoder.kv.seq_len == counted[-1]
+
+
+def test_files_are_looked_at_only_after_reads(mixture: Path) -> None:
+    with streamed(mixture, 1) as decoder:
+        stream, looks = stream_of(decoder), list[int]()
+        decoder.prefill(PROMPT[:20])
+        stream._files = stream._files._replace(check=lambda: looks.append(1))
+        with stream._pieces.holder() as holder:
+            holder.ensure(range(stream._pieces.n_pieces))
+        greedy(decoder, 1)
+        assert len(looks) == 1
+        greedy(decoder, 5)
+        assert len(looks) == 1
 
 
 def test_signals_during_reads_change_nothing(model: Path) -> None:

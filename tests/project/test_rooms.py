@@ -40,7 +40,7 @@ BENCH_FLOORS = (
     {"rounds", "suite"},
     {"states", "huge_pages", "models", "weight_files", "buffer_instances", "kv_sides", "kv_rings"}
     | {"side_server", "unimem_side", "llama_cpp_side", "llama_start", "decoders", "decoding"}
-    | {"memory", "cgroup", "timed", "timed_side", "kv_quants"}
+    | {"memory", "cgroup", "timed", "timed_side", "kv_quants", "lmcache_side"}
     | {"llama_build", "llama_cpp", "llama_flags", "mixtures", "trained_mixture"}
     | {"policies", "read_ahead"},
     {"suites"},

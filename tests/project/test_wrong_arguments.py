@@ -15,10 +15,13 @@ import numpy as np
 import pytest
 
 import unimem as um
+import unimem.llama_cpp as llama
 from support.contracts.things import DIMS, MODEL, Things
 from support.contracts.wrong_arguments import Call, calls_of, unclear
+from support.files import llama_states
 from support.project.public_names import python_names
 from unimem.kv import snapshot
+from unimem.kv.store.engine_store import EngineStore
 
 ROWS = np.zeros((1, 2, 8), np.float32)
 TOKEN = np.zeros((2, 2, 8), np.float32)
@@ -173,17 +176,61 @@ ENGINE_CALLS: dict[str, Callable[[Things], Call]] = {
     "Decoder.save_session": of_decoder("save_session", path=lambda t: t.folder / "session"),
     "Decoder.tokenize": of_decoder("tokenize", text="a", add_bos=False, special=False),
 }
+STATE = llama_states.state()
+
+
+def engine_store(**options: Any) -> EngineStore:
+    """Take options as LMCache's and SGLang's doors do."""
+    return EngineStore("engine", "1", options)
+
+
+LLAMA_NAMES = {"MODEL": MODEL, "STATE": STATE, "BLOB": llama.kv_to_state(STATE), "llama": llama}
+LLAMA_CALLS = calls_of(
+    """
+LlamaPrefixes: llama.LlamaPrefixes(store=t.store(), model='m', layout=STATE, options='o')
+LlamaPrefixes.agrees: t.prefixes(STATE).agrees(tokens=[1, 2], kv=STATE)
+LlamaPrefixes.longest: t.prefixes(STATE).longest(tokens=[1, 2])
+LlamaPrefixes.put: t.prefixes(STATE).put(tokens=range(20), kv=STATE, checkpoints=())
+LlamaPrefixes.restore: t.prefixes(STATE).restore(tokens=[1, 2])
+LlamaServer: llama.LlamaServer(url='http://localhost:1', folder=t.folder)
+LlamaServer.ask: t.no_server().ask(path='/props', question={})
+LlamaServer.erase: t.no_server().erase(slot=0)
+LlamaServer.request: t.no_server().request(method='GET', path='/props', body=None, headers={})
+LlamaServer.restore: t.no_server().restore(slot=0, tokens=np.arange(20), kv=STATE)
+LlamaServer.save: t.no_server().save(slot=0)
+LlamaServer.tokenize: t.no_server().tokenize(text='text')
+LlamaStoreCache: llama.LlamaStoreCache(llama=None, store=t.store())
+SlotProxy: llama.SlotProxy(store=t.store(), model=MODEL, server=t.no_server(),
+    address=('localhost', 0), options='', log=print)
+kv_to_state: llama.kv_to_state(kv=STATE)
+model_hash: llama.model_hash(path=MODEL)
+read_slot_file: llama.read_slot_file(path=t.slot_file(STATE))
+state_to_kv: llama.state_to_kv(blob=BLOB, version=4)
+stored_prefixes: llama.stored_prefixes(store=t.store(), model='m')
+write_slot_file: llama.write_slot_file(path=t.folder / 'slot', tokens=np.arange(20), kv=STATE)
+""",
+    LLAMA_NAMES | {"np": np},
+)
+DOOR_CALLS = LLAMA_CALLS | calls_of(
+    """
+EngineStore: engine_store(where=t.folder / 'store', ram_bytes=0, disk_bytes=1 << 24, model='m',
+    n_threads=1)
+""",
+    NAMES | {"engine_store": engine_store},
+)
 # Other calls make these, or they hold plain values without checks.
 DATA = set(
     """
     Machine Measured Placement PlacementOptions Report Stage Stat Tensor Weights Plan Cell
-    Sequence Repacked StreamedTensor
+    Sequence Repacked StreamedTensor LlamaKV SlotFile StoredPrefix
 """.split()
 )
 
 
 @pytest.mark.parametrize(
-    ("room", "rows"), [("unimem", CALLS), ("unimem.engine", ENGINE_CALLS)], ids=["", "engine"]
+    ("room", "rows"),
+    [("unimem", CALLS), ("unimem.engine", ENGINE_CALLS), ("unimem.llama_cpp", LLAMA_CALLS)],
+    ids=["", "engine", "llama_cpp"],
 )
 def test_each_public_call_has_a_row(room: str, rows: Collection[str]) -> None:
     missing = set()
@@ -210,9 +257,9 @@ def things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Things]:
         yield Things(tmp_path, undo)
 
 
-@pytest.mark.parametrize("name", sorted(CALLS))
+@pytest.mark.parametrize("name", sorted(CALLS | DOOR_CALLS))
 def test_a_wrong_argument_is_named_with_what_was_expected(name: str, things: Things) -> None:
-    assert unclear(things, CALLS[name]) == []
+    assert unclear(things, (CALLS | DOOR_CALLS)[name]) == []
 
 
 @pytest.mark.parametrize("name", sorted(ENGINE_CALLS))

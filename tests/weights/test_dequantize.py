@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 import unimem.weights.dequantize as module
 from support.files import gguf_files as gf
 from support.files import safetensors_files as sf
+from unimem import Tape
 from unimem.errors import ClosedError
 from unimem.weights.gguf import tensor_type
 from unimem.weights.loading import Load
@@ -222,6 +223,22 @@ def test_shapes_without_rows(tmp_path: Path, mode: Load) -> None:
             found = w.tensors[name].dequantize()
             assert found.shape == shape
             assert same(found, w.tensors[name].as_array().astype("f4"))
+
+
+def test_an_array_that_is_given(files: Path) -> None:
+    with open_weights(files) as w, Tape("16M") as tape:
+        tensor = w["Q4_K.values"]
+        out = tape.take(tensor.shape, "f4")
+        assert tensor.dequantize(out) is out
+        assert same(out, tensor.dequantize())
+        for wrong, error in (
+            (out[:, ::2], ValueError),
+            (out.astype("f8"), ValueError),
+            (out.reshape(-1), ValueError),
+            (out.tolist(), TypeError),
+        ):
+            with pytest.raises(error, match="out: expected a "):
+                tensor.dequantize(wrong)
 
 
 def test_a_truncated_file_is_an_error(tmp_path: Path, files: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -11,15 +13,19 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from numpy.typing import NDArray
 
 import unimem as um
+from unimem._core.hashing import copy_hashed
+from unimem.kv.store.engine_chunks import EngineChunks
 from unimem.planning.needs import PREFILL_BATCH
 from unimem_bench import decoding, states
+from unimem_bench.llama_build import ROOT
 from unimem_bench.rounds import Side, milliseconds
-from unimem_bench.suite import Measure, Suite, at_most, costs, faster
+from unimem_bench.suite import OURS, Measure, NotMeasured, Suite, at_most, costs, faster
 from unimem_bench.suites.snapshot import require_engine
 
 SUITE = Suite("store", "What does a store of prefixes save, and what does it cost?")
@@ -198,3 +204,156 @@ def lookup(measure: Measure) -> None:
             for name, given, expected in (("hit", ids, 2048), ("miss", others, 0))
         }
         measure.compare(ours=sides, rounds=31)
+
+
+# ---- beside LMCache ----
+
+LMCACHE, UNSYNCED, ONE_PASS = "LMCache", "unimem, not synced", "copied and hashed in memory"
+CHUNK_BYTES = 5_900 << 10  # as 256 tokens of a model of some billion weights
+N_BESIDE, N_BESIDE_QUICK = 40, 8
+
+
+class LMCacheProcess:
+    """`lmcache_side` in the environment that ``make test-lmcache`` makes."""
+
+    def __init__(self, folder: Path, n: int, undo: ExitStack) -> None:
+        python = os.environ.get("LMCACHE_PYTHON", str(ROOT / "build/lmcache/bin/python"))
+        script = Path(__file__).parents[1] / "lmcache_side.py"
+        try:
+            self._process = subprocess.Popen(
+                [python, str(script), str(folder), str(n), str(CHUNK_BYTES)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+        except OSError as error:
+            raise NotMeasured(
+                f"wants LMCache in {python}: 'make test-lmcache' makes it, or LMCACHE_PYTHON names "
+                f"another: {error}"
+            ) from None
+        undo.enter_context(self._process)
+        undo.callback(self._process.kill)
+        self.pid = self._process.pid
+
+    def ask(self, action: str) -> float:
+        """Return the milliseconds of an action on all chunks."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{action}\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._process.stdout.readline() or '"it has ended"')
+        if isinstance(answer, str):
+            raise AssertionError(f"LMCache: {answer}")
+        return float(answer)
+
+
+class OurChunks:
+    """The same chunks in stores of unimem, in RAM and on a disk."""
+
+    def __init__(self, folder: Path, n: int, undo: ExitStack) -> None:
+        self._given = np.random.default_rng(0).integers(0, 256, (n, CHUNK_BYTES), np.uint8)
+        self._out = np.zeros_like(self._given)
+        room = 2 * self._given.nbytes + 64 * MIB
+        budgets = ("ram", room, 0), ("disk", 0, room)
+        self._ram, self._disk = (
+            EngineChunks(
+                undo.enter_context(
+                    um.KVStore(folder / name, ram_bytes=ram, disk_bytes=disk, pages="thp")
+                ),
+                *("engine", CHUNK_BYTES),
+            )
+            for name, ram, disk in budgets
+        )
+
+    def ask(self, action: str) -> float:
+        """Return the milliseconds of an action on all chunks."""
+        chunks = self._ram if action in ("put", "get") else self._disk
+        if action in ("put", "write"):
+            for tier in chunks._store._tiers:
+                for i in range(len(self._given)):
+                    tier.remove(chunks.identity(b"%d" % i))
+            os.sync()
+            return milliseconds(partial(self._put, chunks))
+        self._out[:] = 0
+        elapsed = milliseconds(partial(self._get, chunks))
+        if not np.array_equal(self._out, self._given):
+            raise AssertionError("unimem gives other bytes than it was given")
+        return elapsed
+
+    def _put(self, chunks: EngineChunks) -> None:
+        for i, data in enumerate(self._given):
+            chunks.put(b"%d" % i, data)
+        chunks.sync()
+
+    def _get(self, chunks: EngineChunks) -> None:
+        for i, out in enumerate(self._out):
+            chunks.get(b"%d" % i, out)
+
+    def write_unsynced(self) -> float:
+        """Write chunks without bringing them to the disk."""
+        with patch("os.fsync"):
+            return self.ask("write")
+
+    def copy(self) -> float:
+        """Copy and hash as many bytes in the memory of this process."""
+
+        def copy() -> None:
+            for data, out in zip(self._given, self._out, strict=True):
+                copy_hashed(data, out)
+
+        return milliseconds(copy)
+
+
+def beside_lmcache(measure: Measure, action: str, *, is_cold: bool = False) -> None:
+    """Put or get chunks of an engine, in LMCache's process and in this one."""
+    n = N_BESIDE_QUICK if measure.quick else N_BESIDE
+    nbytes = n * CHUNK_BYTES
+    measure.pin(None)
+    states.require_room(memory=8 * nbytes, disk=4 * nbytes, folder=measure.folder)
+    with ExitStack() as undo:
+        folder = Path(undo.enter_context(tempfile.TemporaryDirectory(dir=measure.folder)))
+        peer = LMCacheProcess(folder / "theirs", n, undo)
+        ours = OurChunks(folder / "ours", n, undo)
+        measure.fact("chunks", n)
+        measure.fact("chunk_bytes", CHUNK_BYTES)
+        for ask in (peer.ask, ours.ask):
+            ask("put")
+            ask("write")
+
+        def side(ask: Callable[[str], float]) -> float:
+            os.sync()
+            for path in folder.rglob("*") if is_cold else ():
+                if path.is_file():
+                    states.drop(path)
+            time.sleep(SETTLE_S)
+            return ask(action)
+
+        limits: dict[str, Side] = {}
+        if action in ("put", "get"):
+            limits[ONE_PASS] = ours.copy
+        elif action == "write":
+            limits[UNSYNCED] = ours.write_unsynced
+        measure.compare(
+            ours={OURS: partial(side, ours.ask)},
+            peers={LMCACHE: partial(side, peer.ask)},
+            limits=limits,
+            rounds=11,
+            warmup=1,
+            pids=[peer.pid],
+        )
+
+
+for called, did, how in (
+    ("RAM put", "to copy an engine's chunks into RAM", {"action": "put"}),
+    ("RAM get", "to copy them back", {"action": "get"}),
+    ("disk put", "to write them to a disk", {"action": "write"}),
+    ("disk get, warm", "to read them from the page cache", {"action": "read"}),
+    ("disk get, cold", "to read them from a disk", {"action": "read", "is_cold": True}),
+):
+    SUITE.case(
+        f"{called} beside LMCache",
+        f"What does it cost {did}, beside LMCache, which neither checks nor syncs?",
+        unit="ms",
+        targets=[costs(LMCACHE, 1.15, issue=44)] if called.startswith("RAM") else [],
+    )(partial(beside_lmcache, **how))

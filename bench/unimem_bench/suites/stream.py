@@ -204,7 +204,7 @@ def _limited(
     options = dict(way.options)
     if options.get("load") == "stream":
         options["budget"] = budget
-    own_bytes = _own_bytes(way.kind, found.path, work.batch, n_threads)
+    own_bytes = _own_bytes(name, found.path, work.batch, n_threads)
     limit = budget + own_bytes + SPARE_BYTES
     measure.fact(f"{name}: cgroup_bytes", limit)
     copy = _copy(found.path, name)
@@ -224,16 +224,18 @@ def _copy(path: Path, name: str) -> Path:
 
 
 @cache
-def _own_bytes(kind: str, path: Path, batch: int, n_threads: int) -> int:
-    """Return the memory of a process beside the weights: Python, KV cache and scratch."""
-    options = dict(WAYS[MAPPED if kind == "unimem" else LLAMA].options)
+def _own_bytes(name: str, path: Path, batch: int, n_threads: int) -> int:
+    """Return the memory of a side's process beside the weights: Python, KV cache and scratch."""
+    options, size, weights = dict(WAYS[name].options), path.stat().st_size, 0
+    if name == STREAMED:
+        options["budget"] = weights = size
     with (
-        limited_cgroup(3 * path.stat().st_size + (1 << 30)) as group,
-        _start(kind, path, options, n_threads, group) as side,
+        limited_cgroup(3 * size + (1 << 30)) as group,
+        _start(WAYS[name].kind, path, options, n_threads, group) as side,
     ):
         side.batches([[300] * batch], MOST_PREFILL_S)
         fields = kernel_files.read_fields(f"{group}/memory.stat", " ")
-        return int(fields.get("total_rss", fields.get("anon", "0")))
+        return int(fields.get("total_rss", fields.get("anon", "0"))) - weights
 
 
 def _start(

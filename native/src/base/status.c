@@ -26,12 +26,23 @@ um_status um__fail_detail(um_error *err, um_status status, um_detail detail, con
     return fill(err, (um_error){.status = status, .detail = detail, .what = what});
 }
 
-um_status um__fail_full(um_error *err, um_detail detail, uint64_t limit, uint64_t used,
-                        uint64_t asked, const char *what) {
-    um_error filled = {.status = UM_E_FULL, .detail = detail, .limit = limit, .what = what};
+static um_status fail_room(um_error *err, um_error filled, uint64_t limit, uint64_t used,
+                           uint64_t asked) {
+    filled.limit = limit;
     filled.used = used;
     filled.asked = asked;
     return fill(err, filled);
+}
+
+um_status um__fail_full(um_error *err, um_detail detail, uint64_t limit, uint64_t used,
+                        uint64_t asked, const char *what) {
+    um_error filled = {.status = UM_E_FULL, .detail = detail, .what = what};
+    return fail_room(err, filled, limit, used, asked);
+}
+
+um_status um__fail_frozen(um_error *err, uint64_t limit, uint64_t used, uint64_t asked) {
+    um_error filled = {.status = UM_E_STATE, .detail = UM_TAPE_FROZEN, .what = "frozen"};
+    return fail_room(err, filled, limit, used, asked);
 }
 
 static um_status fail_call(um_error *err, um_status status, int os_errno, uint64_t asked,

@@ -11,6 +11,7 @@ um_status um__fail(um_error *err, um_status status, const char *what);
 um_status um__fail_detail(um_error *err, um_status status, um_detail detail, const char *what);
 um_status um__fail_full(um_error *err, um_detail detail, uint64_t limit, uint64_t used,
                         uint64_t asked, const char *what);
+um_status um__fail_frozen(um_error *err, uint64_t limit, uint64_t used, uint64_t asked);
 /* UM_E_NOMEM for ENOMEM, UM_E_OS for every other errno. */
 um_status um__fail_os(um_error *err, int os_errno, uint64_t asked, const char *call);
 /* UM_E_NOMEM for any errno: some calls report a lack of memory by another one than ENOMEM. */

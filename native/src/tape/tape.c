@@ -30,7 +30,7 @@ um_status um_tape_take(um_tape *tape, size_t nbytes, size_t align, void **out, u
             !um__add(start = address - base, nbytes, &end) || end > limit ||
             limit == 0 /* frozen to no take at all, not even of 0 bytes */) {
             UM__RETURN_IF(atomic_load_explicit(&tape->frozen, memory_order_relaxed),
-                          um__fail_detail(err, UM_E_STATE, UM_TAPE_FROZEN, "frozen"));
+                          um__fail_frozen(err, tape->total, used, nbytes));
             return um__fail_full(err, UM_TAPE_FULL, tape->total, used, nbytes, "tape");
         }
     } while (!atomic_compare_exchange_weak_explicit(&tape->used, &used, end, memory_order_acq_rel,

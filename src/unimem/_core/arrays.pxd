@@ -8,6 +8,7 @@ cdef enum:
 cdef object index_of(object n, str what)
 # A size or a count of at least `least`; anything else raises ValueError or TypeError.
 cdef size_t size_of(object n, str what, object least=*) except? 0
+cdef size_t bytes_of(object n, str what, object least=*) except? 0
 # A shape (a number or a sequence of them) as a tuple of at most MAX_DIMS integers of 0 or above.
 cdef tuple dims_of(object shape)
 # The bytes of an array of these dimensions, of any size.

@@ -12,6 +12,7 @@ from cpython.ref cimport Py_INCREF, PyObject
 from libc.stdint cimport uintptr_t
 
 from unimem._core.dlpack cimport EXPORTED
+from unimem.base.text import parse_bytes
 
 cdef extern from "numpy/arrayobject.h":
     enum:
@@ -130,9 +131,21 @@ cdef size_t size_of(object n, str what, object least=0) except? 0:
     return exact
 
 
-def checked_size(n: SupportsIndex, str what, object least: int = 0) -> int:
-    """Return an integer from `least` to 2**63 - 1; `what` names it in the ValueError otherwise."""
+cdef size_t bytes_of(object n, str what, object least=0) except? 0:
+    if isinstance(n, str):
+        try:
+            n = parse_bytes(n)
+        except ValueError as error:
+            raise ValueError(f"{what}: {error}") from None
     return size_of(n, what, least)
+
+
+def checked_nbytes(n: SupportsIndex | str, str what, object least: int = 0) -> int:
+    """Return a size in bytes, which a text such as ``"512M"`` may give.
+
+    `what` names it in the ValueError of one that is not from `least` to 2**63 - 1.
+    """
+    return bytes_of(n, what, least)
 
 
 cdef tuple dims_of(object shape):

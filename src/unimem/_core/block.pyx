@@ -18,7 +18,7 @@ cimport cython
 from cpython.ref cimport PyObject
 from libc.stdint cimport uint64_t, uintptr_t
 from unimem._core cimport native as um
-from unimem._core.arrays cimport dtype_of, size_of
+from unimem._core.arrays cimport bytes_of, dtype_of, size_of
 from unimem._core.lock cimport hold, let_go
 from unimem._core.mapping cimport (
     ADVICES, MOST_THREADS, PAGES, THP_BYTES, attach_file, category_of, check_unused,
@@ -64,15 +64,16 @@ cdef class Block:
 
     Parameters
     ----------
-    nbytes : int
-        Size in bytes, rounded up to whole pages in `nbytes`; the request stays in `requested`.
+    nbytes : int or str
+        Size in bytes, or a text such as ``"512M"``. `nbytes` is rounded up to whole pages, and
+        `requested` is the request.
     pages, numa, lock, warm, strict
         See `PlacementOptions`. hugetlb pages bound to nodes are touched at once, since a page that
         its node lacks later would end the process.
     shared : bool or str, default False
         True: memory behind `fileno`, which other processes can `attach`. A name: the same as a new
         file in ``/dev/shm``, which is removed when the block is closed.
-    reserve : int, optional
+    reserve : int or str, optional
         Bytes of address space into which `commit` lets the block grow.
     name : str, optional
         The name in messages.
@@ -109,9 +110,9 @@ cdef class Block:
     #: path: str | None
     #: def __buffer__(self, flags: int, /) -> memoryview: ...
 
-    def __init__(self, nbytes: int, *, pages: Pages = "auto", numa: str | None = None,
+    def __init__(self, nbytes: int | str, *, pages: Pages = "auto", numa: str | None = None,
                  lock: Lock = False, warm: bool | int = False, shared: bool | str = False,
-                 strict: bool = False, reserve: int | None = None, name: str | None = None,
+                 strict: bool = False, reserve: int | str | None = None, name: str | None = None,
                  category: str = "other") -> None:
         if self._requested is not None:
             raise RuntimeError("the Block is made already")
@@ -126,8 +127,8 @@ cdef class Block:
             options.get, _OPTIONS)
         one_of(pages, "pages", PAGES)
         cdef um.um_category entered = category_of(category)
-        cdef size_t size = size_of(nbytes, "nbytes", 1)
-        cdef size_t kept = size if reserve is None else size_of(reserve, "reserve", size)
+        cdef size_t size = bytes_of(nbytes, "nbytes", 1)
+        cdef size_t kept = size if reserve is None else bytes_of(reserve, "reserve", size)
         policy.check_lock(lock, "lock")
         strict = flag(strict, "strict")
         if not isinstance(shared, (bool, str)):
@@ -620,12 +621,12 @@ cdef class Block:
             policy.warn(text)
         return placement
 
-    def commit(self, nbytes: int) -> None:
+    def commit(self, nbytes: int | str) -> None:
         """Make the first `nbytes` bytes of the reserved addresses usable; nothing moves.
 
         Parameters
         ----------
-        nbytes : int
+        nbytes : int or str
             Rounded up to `step_bytes`. Committed memory stays as it is; new memory is zeroed, and
             placed and locked like the block.
 
@@ -637,7 +638,7 @@ cdef class Block:
             The memory does not fit; nothing was committed.
         """
         cdef Region region = self.region()
-        cdef size_t size = size_of(nbytes, "nbytes"), step = region.block.step_nbytes, end
+        cdef size_t size = bytes_of(nbytes, "nbytes"), step = region.block.step_nbytes, end
         if size > region.block.reserved_nbytes:
             raise ValueError(f"Block '{self.name}': nbytes: expected at most {self.reserved_bytes} "
                              f"that are reserved, got {size}: make it with a larger reserve=")

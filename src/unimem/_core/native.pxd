@@ -226,6 +226,8 @@ cdef extern from "unimem.h" nogil:
     um_status um_convert(void *out, um_dtype out_type, const void *inp, um_dtype in_type, size_t n,
                          um_error *err)
     const char *um_convert_isa()
+    void um_copy_hashed(void *out, const void *inp, size_t nbytes, size_t n_zeros,
+                        uint8_t *out_hash)
 
 # Movers are called with the interpreter's lock where the calls that move rows are made with it.
 cdef extern from "unimem.h":

@@ -54,8 +54,10 @@ cdef object raise_status(um.um_status status, const um.um_error *err, str subjec
     if status == um.UM_E_IO:
         raise_file_status(status, err, subject, None)
     if status == um.UM_E_STATE:
-        kind = FrozenError if err.detail == um.UM_TAPE_FROZEN else RuntimeError
-        raise kind(f"{subject}: {what}")
+        if err.detail == um.UM_TAPE_FROZEN:
+            raise FrozenError(f"{subject} is frozen: asked for {err.asked} {unit}, with {err.used} "
+                              f"of {err.limit} used; thaw() allows it again")
+        raise RuntimeError(f"{subject}: {what}")
     if status == um.UM_E_BUSY:
         raise BufferError(f"{subject}: {what}")
     raise SystemError(f"{subject}: unknown status {<int>status}")

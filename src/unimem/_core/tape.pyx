@@ -20,7 +20,7 @@ from libc.string cimport memset
 
 from unimem._core cimport native as um
 from unimem._core.arrays cimport (
-    array_over, dims_of, dtype_of, index_of, nbytes_of, size_of, vector_over,
+    array_over, bytes_of, dims_of, dtype_of, index_of, nbytes_of, size_of, vector_over,
 )
 from unimem._core.block cimport Block
 from unimem._core.foreign cimport array_of
@@ -392,8 +392,9 @@ cdef class Tape(Bump):
 
     Parameters
     ----------
-    nbytes_or_block : int or Block
-        A size in bytes, for a block that the tape owns, or a writable block (all of it).
+    nbytes_or_block : int, str or Block
+        A size in bytes or such as ``"64M"``, for a block that the tape owns,
+        or a writable block (all of it).
     name : str, optional
         The name in messages.
     category : str, default "scratch"
@@ -415,14 +416,14 @@ cdef class Tape(Bump):
     24
     """
 
-    def __init__(self, nbytes_or_block: int | Block, *, name: str | None = None,
+    def __init__(self, nbytes_or_block: int | str | Block, *, name: str | None = None,
                  category: str = "scratch", **placement: Unpack[PlacementOptions]) -> None:
         cdef Block block
         cdef bint owns_block = not isinstance(nbytes_or_block, Block)
         if owns_block:
             name = string(name, "name", "tape")
             # Not rounded up like the block: a tape has the same size with every page size.
-            total = size_of(nbytes_or_block, f"nbytes_or_block of Tape '{name}'", 1)
+            total = bytes_of(nbytes_or_block, f"nbytes_or_block of Tape '{name}'", 1)
             block = Block(total, name=name, category=category, **placement)
             block._is_part = True
         else:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 from unimem._core.status import Marks, counters, ledger, row_name
+from unimem.base.html import preformatted
 from unimem.base.text import Surface, fact_lines, format_bytes, format_change, table_lines
 from unimem.errors import ClosedError
 from unimem.system.heap import malloc_bytes
@@ -268,7 +269,12 @@ class Measured:
     def __repr__(self) -> str:
         if self._first is None:
             return "Measured(not begun)"
-        return f"Measured({'ended' if self._last else 'going on'})"
+        figures = f"{self.minor_faults} faults, {self.n_os_calls} system calls"
+        figures += f", {self.n_allocations} allocations, {self.seconds:.6f} s"
+        return f"Measured({'' if self._last else 'going on: '}{figures})"
+
+    def _repr_html_(self) -> str:
+        return preformatted(str(self))
 
 
 @contextmanager

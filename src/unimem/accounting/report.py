@@ -15,7 +15,7 @@ from unimem.accounting.attribution import attribute, page_runs
 from unimem.accounting.mapped_models import MappedModel, models
 from unimem.accounting.published import failure, published
 from unimem.accounting.row import Mapping, Row, find_row, in_order, plain
-from unimem.base.text import Surface
+from unimem.base.text import Surface, format_bytes
 from unimem.system.heap import malloc_bytes
 from unimem.system.process import Area, Process, counters, read_process
 from unimem.weights.stream.stream import open_streams
@@ -92,6 +92,10 @@ class Report:
     def to_json(self) -> str:
         """Return `to_dict` as JSON text."""
         return json.dumps(self.to_dict())
+
+    def __repr__(self) -> str:
+        ram = format_bytes(self.resident_bytes)
+        return f"Report({len(self.rows)} rows, {format_bytes(self.total_bytes)}, {ram} in RAM)"
 
     def __str__(self) -> str:
         from unimem.accounting.report_text import report_lines

@@ -6,11 +6,13 @@ import operator
 import os
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-__all__ = ["check_callable", "file_path", "flag", "integer", "one_of", "string"]
+__all__ = ["check_callable", "file_path", "flag", "instance", "integer", "one_of", "string"]
+
+_T = TypeVar("_T")
 
 
 def integer(
@@ -45,6 +47,13 @@ def one_of(value: object, name: str, choices: Collection[str]) -> str:
     if isinstance(value, str) and value in choices:
         return value
     raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {value!r:.60}")
+
+
+def instance(value: object, name: str, kind: type[_T]) -> _T:
+    """Return a value of a class; raise TypeError for anything else."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}: expected a {kind.__name__}, got {value!r:.60}")
+    return value
 
 
 def string(value: object, name: str, default: str = "") -> str:

@@ -20,6 +20,7 @@ __all__ = [
     "join",
     "markup",
     "page",
+    "preformatted",
     "size",
     "stack",
     "table",
@@ -114,6 +115,11 @@ def join(parts: Iterable[str], separator: str = "") -> Html:
 def heading(text: str) -> Html:
     """Write the heading of a part."""
     return Html(f"<h2>{markup(text)}</h2>")
+
+
+def preformatted(text: str) -> Html:
+    """Write a table that is text already, as it is in a terminal."""
+    return Html(f"<pre>{quote(escape(text, keeps_lines=True))}</pre>")
 
 
 def size(nbytes: int | None) -> Html:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any, NoReturn, Self, Unpack
 
-from unimem._core.arrays import array_within, checked_size
+from unimem._core.arrays import array_within, checked_nbytes
 from unimem._core.block import Block as HostBlock
 from unimem._core.status import DeviceEntry, row_name
 from unimem.backends import cuda_driver
@@ -166,7 +166,7 @@ class Block:
 
     Parameters
     ----------
-    nbytes : int
+    nbytes : int or str
         Size in bytes; a pinned block has whole pages.
     device : int, default 0
         CUDA's number of the GPU.
@@ -209,7 +209,7 @@ class Block:
 
     def __init__(
         self,
-        nbytes: int,
+        nbytes: int | str,
         *,
         device: int = 0,
         pinned: bool = False,
@@ -221,7 +221,7 @@ class Block:
         self._is_left_out = False
         self._is_part = False  # of a tape, which warns for both when it is left open
         self.name = string(name, "name", "block")
-        size = checked_size(nbytes, "nbytes", 1)
+        size = checked_nbytes(nbytes, "nbytes", 1)
         check_placement("Block", placement)
         pinned = flag(pinned, "pinned")
         if placement and not pinned:

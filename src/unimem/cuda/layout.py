@@ -68,15 +68,15 @@ class Layout(Lifetimes[Tape]):
 
     def __init__(
         self,
-        weights: int | Block,
-        scratch: int | Block,
-        history: int | Block,
+        weights: int | str | Block,
+        scratch: int | str | Block,
+        history: int | str | Block,
         *,
         device: int = 0,
         pinned: bool = False,
         **placement: Unpack[PlacementOptions],
     ) -> None:
-        def new_tape(size_or_block: int | Block, name: str) -> Tape:
+        def new_tape(size_or_block: int | str | Block, name: str) -> Tape:
             if isinstance(size_or_block, Block):
                 return Tape(size_or_block, name=name)
             return Tape(

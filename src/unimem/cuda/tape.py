@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
-from unimem._core.arrays import checked_size
+from unimem._core.arrays import checked_nbytes
 from unimem._core.block import Block as HostBlock
 from unimem._core.tape import DeviceTape
 from unimem.base.arguments import string
@@ -30,8 +30,9 @@ class Tape(DeviceTape):
 
     Parameters
     ----------
-    nbytes_or_block : int or Block
-        A size in bytes, for a block of the tape's own, or a `cuda.Block` (all of it).
+    nbytes_or_block : int, str or Block
+        A size in bytes or such as ``"64M"``, for a block of the tape's own, or a
+        `cuda.Block` (all of it).
     name : str, optional
         For messages.
     category : str, default "scratch"
@@ -58,7 +59,7 @@ class Tape(DeviceTape):
 
     def __init__(
         self,
-        nbytes_or_block: int | Block,
+        nbytes_or_block: int | str | Block,
         *,
         name: str | None = None,
         category: str = "scratch",
@@ -78,7 +79,7 @@ class Tape(DeviceTape):
         else:
             name = string(name, "name", "tape")
             # A pinned block is rounded up to pages; the tape has exactly this size.
-            total = checked_size(nbytes_or_block, f"nbytes_or_block of Tape '{name}'", 1)
+            total = checked_nbytes(nbytes_or_block, f"nbytes_or_block of Tape '{name}'", 1)
             block = Block(
                 total, device=device, pinned=pinned, name=name, category=category, **placement
             )

@@ -68,7 +68,7 @@ cdef void advise_experts(char *header, const void *given, int thread, int n_thre
             um.um_block_will_need(one.block, one.offset + expert * nbytes, nbytes)
 
 
-# The functions for ``ggml_map_custom1``; their `userdata` is from an `FileAdvice`.
+# The functions for ``ggml_map_custom1``; their `userdata` is from a `FileAdvice`.
 #: experts_address: int
 #: layer_address: int
 experts_address = <uintptr_t>&advise_experts
@@ -104,6 +104,10 @@ cdef class FileAdvice:
             self._blocks.append(region)
             self._ranges.each[self._ranges.n] = Range(&block.region().block, offset, nbytes)
             self._ranges.n += 1
+
+    def ask(self) -> None:
+        """Begin to read the ranges."""
+        advise_layer(NULL, NULL, 0, 1, &self._ranges)
 
     @property
     def address(self) -> int:

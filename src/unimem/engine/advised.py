@@ -33,16 +33,25 @@ def add_advice(headers: Headers, model: Model, tensors: Mapping[str, Tensor]) ->
     """Have graphs made from `headers` advise the kernel of mapped weights; keep what is returned.
 
     Each layer begins the reading of the next one, and the choice of experts that of these experts.
+    So all is asked for but rows of the embedding, and the kernel need not read around what faults:
+    the rest of its read-ahead would push out what tokens need.
     """
     kept = []
     layers: list[list[Tensor]] = [[] for _ in range(model.dims.num_layers)]
     experts: list[list[Tensor]] = [[] for _ in layers]
+    head: list[Tensor] = []
     for name in headers.weights:
         if name.startswith("blk."):
             place = experts if model.experts is not None and "_exps." in name else layers
             place[int(name.split(".")[1])].append(tensors[name])
+        elif name != "token_embd.weight" or "output.weight" not in headers.weights:
+            head.append(tensors[name])
+    for block in {tensor._memory.block for tensor in tensors.values()}:
+        block.advise("random")
+    FileAdvice(list(_runs(layers[0]))).ask()
     for i in range(len(layers)):
-        after = FileAdvice(list(_runs(layers[(i + 1) % len(layers)])))
+        following = layers[i + 1] if i + 1 < len(layers) else [*head, *layers[0]]
+        after = FileAdvice(list(_runs(following)))
         headers.layers[f"blk.{i}"] = Bringer(layer_address, after.address)
         kept.append(after)
         if model.experts is not None:

@@ -684,7 +684,8 @@ class Decoder:
             There are no logits: nothing was prefilled, or `kv` was cleared, cropped or appended to
             since.
         OSError
-            Streamed weights cannot be read. The token does not count; prefill it to go on.
+            Streamed weights cannot be read, or their file was written to. The token does not count;
+            prefill it to go on.
         """
         return self._forward.next_token(temperature, top_k, top_p, seed)
 

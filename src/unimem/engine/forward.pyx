@@ -365,7 +365,8 @@ cdef class ForwardPass:
         ClosedError
             It is closed, or this is a forked child, which has none of ggml's threads.
         OSError
-            Streamed weights cannot be read; the next token may succeed.
+            Streamed weights cannot be read, and the next token may succeed, or their file was
+            written to.
         RuntimeError
             ggml reports a failure.
         """
@@ -519,6 +520,8 @@ cdef class ForwardPass:
         self._check()
         self._begin_change()
         if status == SUCCESS:
+            if self._reader is not None:
+                self._reader.check_files()
             return False
         if self._reading != NULL and self._reading.status != um.UM_OK:
             return ((self._reading.status == um.UM_E_FULL and n_tokens > 1)

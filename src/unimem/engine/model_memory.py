@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -38,6 +39,9 @@ from unimem.weights.repack.repacked import Repacked
 from unimem.weights.tensors import Contents, Tensor, headers_of
 
 __all__ = ["DecoderOptions", "ModelMemory", "Reader"]
+
+# Of Python's objects for a model, beside the kernel's tables of pages.
+_OWN_BYTES, _PAGES_A_TABLE = 4 << 20, 512
 
 _READERS: WeakKeyDictionary[WeightsCopy, WeakSet[Reader]] = WeakKeyDictionary()
 
@@ -93,8 +97,21 @@ def _check_model(
     # Past the limit of a cgroup, warming would end the process instead of failing.
     tapes = () if layout is None else (layout.scratch, layout.history)
     resident = sum(tape.block.verify().resident_bytes for tape in tapes)
-    needed.require_fits(strict=False, taken_bytes=resident)
+    _with_own(needed).require_fits(strict=False, taken_bytes=resident)
     return model, needed
+
+
+def _with_own(needed: Plan) -> Plan:
+    """Add what a process takes beside its plan, if slots may fill a limit to the last byte."""
+    if needed.load != "stream":
+        return needed
+    memory = {limit.name for limit in limits.memory_limits()}
+    own_bytes = _OWN_BYTES + needed.total_bytes // _PAGES_A_TABLE
+    checks = [
+        replace(one, needed_bytes=one.needed_bytes + own_bytes) if one.name in memory else one
+        for one in needed.checks
+    ]
+    return replace(needed, checks=tuple(checks))
 
 
 def _check_no_budget(asked: DecoderOptions) -> None:

@@ -29,10 +29,13 @@ cdef class PieceReader:
     cdef Pieces _pieces
     cdef Holder _holder
     cdef list _nodes
-    cdef object _ids, _slots, _pairs, _wanted
+    cdef object _ids, _slots, _pairs, _wanted, _check
+    cdef uint64_t _n_checked  # reads after which the files were looked at
     cdef um.um_pieces_stat _counted
 
     cdef void _point(self)
+    # Raise OSError if a file was written to; it asks the kernel only if something was read.
+    cdef int check_files(self) except -1
     # Around each graph.
     cdef void begin(self) noexcept nogil
     cdef void end(self) noexcept nogil

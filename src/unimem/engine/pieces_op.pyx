@@ -232,10 +232,13 @@ cdef class PieceReader:
         The cache of the weights. It outlives the reader's graphs.
     most : int
         The most pieces that a node asks for.
+    check : callable
+        Raises an error if a file is not any more what it was; called after graphs that read.
     """
-    #: def __init__(self, pieces: Pieces, most: int) -> None: ...
+    #: def __init__(self, pieces: Pieces, most: int, check: Callable[[], None]) -> None: ...
 
-    def __cinit__(self, Pieces pieces not None, Py_ssize_t most):
+    def __cinit__(self, Pieces pieces not None, Py_ssize_t most, check):
+        self._check = check
         self._pieces, self._holder, self._nodes = pieces, Holder(pieces), []
         self._ids, self._slots = np.zeros(most, np.int32), np.zeros(most, np.int32)
         self.reading.pieces, self.reading.holder = pieces.pieces, self._holder.holder
@@ -322,6 +325,14 @@ cdef class PieceReader:
             len(later), <int32_t *>cnp.PyArray_DATA(later))
         self._nodes.append(node)
         return <uintptr_t>&node.layer
+
+    cdef int check_files(self) except -1:
+        cdef um.um_pieces_stat now
+        um.um_pieces_stat_read(self.reading.pieces, &now)
+        if now.n_reads != self._n_checked:
+            self._check()
+            self._n_checked = now.n_reads
+        return 0
 
     def close(self) -> None:
         """Let the pieces go; graphs may not be computed any more."""

@@ -43,7 +43,8 @@ def read_pieces(
     Graphs made from `headers` read pieces by the returned reader, for up to `batch` tokens at once.
     """
     pieces, table, experts = stream._pieces, stream._table, model.experts
-    reader = PieceReader(pieces, batch * (1 if experts is None else experts.n_used))
+    most = batch * (1 if experts is None else experts.n_used)
+    reader = PieceReader(pieces, most, stream.check_files)
     layers: list[dict[str, StreamedTensor]] = [{} for _ in range(model.dims.num_layers)]
     for name in table.places:
         tensor = tensors[name]

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem.base.arguments import string
+from unimem.base.arguments import instance, string
 from unimem.errors import FormatError
 from unimem.kv.store.engine_chunks import EngineChunks
 from unimem.kv.store.store import KVStore
@@ -115,19 +115,21 @@ class LlamaPrefixes:
     def __init__(
         self, store: KVStore, model: str, layout: str | LlamaKV, *, options: str = ""
     ) -> None:
-        if not isinstance(store, KVStore):
-            raise TypeError(f"store: expected a unimem.KVStore, got {store!r:.60}")
-        self.store, self._size = store, store.chunk_tokens
-        self.layout = layout_of(layout) if isinstance(layout, LlamaKV) else layout
+        self.store = instance(store, "store", KVStore)
+        self._size = store.chunk_tokens
+        self.layout = layout_of(layout) if isinstance(layout, LlamaKV) else string(layout, "layout")
         self._facts = {"model": string(model, "model"), "options": string(options, "options")}
         self._facts |= {"layout": self.layout, "chunk_tokens": str(self._size)}
         text = json.dumps(self._facts, sort_keys=True)
         self._packed = zlib.compress(text.encode())
         if _HEAD.size + len(self._packed) > HEAD_BYTES:
             raise FormatError(f"a layout of {len(self.layout)} characters is too long to be stored")
-        n_parts = len(json.loads(self.layout)["parts"])
-        self._version = int(json.loads(self.layout)["version"])
-        cells = empty_cells(self.layout, self._size)
+        try:
+            facts = json.loads(self.layout)
+            n_parts, self._version = len(facts["parts"]), int(facts["version"])
+            cells = empty_cells(self.layout, self._size)
+        except (TypeError, ValueError, LookupError):
+            raise FormatError(f"layout: expected that of a state, got {layout!r:.60}") from None
         self._has_rows, self.has_ends = cells is not None, cells is None or n_parts > 1
         rows = () if cells is None else (cells,)
         self._piece_bytes = max(len(self._blob(rows)), _LEAST_PIECE * self.has_ends)
@@ -185,6 +187,7 @@ class LlamaPrefixes:
             for n, parts in ends:
                 if n <= len(ids) and _are_behind(parts, n):
                     self._put_end(ids[:n], keys[n // self._size], kv, parts)
+        self._chunks.sync()
         return self.longest(ids)
 
     def longest(self, tokens: Tokens) -> int:
@@ -224,6 +227,7 @@ class LlamaPrefixes:
             Whether they are nearly equal: False for another adapter, other positions, or another
             model under the name of this one.
         """
+        instance(kv, "kv", LlamaKV)
         ids = token_ids(tokens)
         key = hashlib.sha256(b"probe" + ids.tobytes()).digest()
         blob = self._get_pieces(key, ids[:0], _ROOT)
@@ -235,7 +239,7 @@ class LlamaPrefixes:
 
     def _check(self, ids: NDArray[np.int32], kv: LlamaKV) -> NDArray[np.int32]:
         """Return the ids of a state's tokens."""
-        if (layout := layout_of(kv)) != self.layout:
+        if (layout := layout_of(instance(kv, "kv", LlamaKV))) != self.layout:
             raise FormatError(
                 f"expected a state with the layout {self.layout:.400}, got {layout:.400}: another "
                 "model, version of llama.cpp, cache type or flash attention"
@@ -418,5 +422,6 @@ def _values(lane: StateLane) -> NDArray[np.float32]:
     if lane.type == 1:
         return data.view("<f2").astype(np.float32)
     name, block_values, block_bytes = tensor_type(lane.type)
-    shape = (data.size // block_bytes * block_values,)
-    return dequantize(data, name, lane.type, shape, name="K", path="")
+    values = np.empty(data.size // block_bytes * block_values, np.float32)
+    dequantize(data, name, lane.type, values, name="K", path="")
+    return values

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from unimem.base.arguments import file_path, instance, string
 from unimem.errors import CapacityError, FormatError
 from unimem.kv.store.store import KVStore
 from unimem.kv.token_ids import token_ids
@@ -95,8 +96,12 @@ class SlotProxy:
         options: str = "",
         log: Callable[[str], object] = print,
     ) -> None:
-        self._store, self._server, self._options, self._log = store, server, options, log
-        self._path, self._model = os.fspath(model), model_hash(model)
+        self._store, self._server = (
+            instance(store, "store", KVStore),
+            instance(server, "server", LlamaServer),
+        )
+        self._options, self._log = string(options, "options"), log
+        self._path, self._model = file_path(model, "model"), model_hash(model)
         self._lock = threading.Lock()
         self._known: _Known | None = None
         server.remove_remains()

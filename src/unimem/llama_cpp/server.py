@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import numpy as np
 from numpy.typing import NDArray
 
+from unimem.base.arguments import file_path, integer, string
 from unimem.llama_cpp.slot_file import SlotFile, read_slot_file, write_slot_file
 from unimem.llama_cpp.state import LlamaKV
 
@@ -34,12 +35,12 @@ class LlamaServer:
     """
 
     def __init__(self, url: str, folder: str | os.PathLike[str]) -> None:
-        parts = urlsplit(url)
+        parts = urlsplit(string(url, "url"))
         if parts.scheme != "http" or not parts.hostname or parts.path.strip("/"):
-            raise ValueError(f"expected the address of a llama-server, http://HOST:PORT, got {url}")
+            raise ValueError(f"url: expected that of a llama-server, http://HOST:PORT, got {url!r}")
         self.url = url.rstrip("/")
         self._address = parts.hostname, parts.port or 80
-        self._folder = Path(folder)
+        self._folder = Path(file_path(folder, "folder"))
         self._numbers = count()
         key = os.environ.get("LLAMA_API_KEY")
         self._headers = {"Content-Type": "application/json"}
@@ -60,9 +61,10 @@ class LlamaServer:
 
     def ask(self, path: str, question: Any = None) -> Any:
         """Return an answer in JSON. OSError has the server's words if it refuses."""
-        method, body = ("GET", None) if question is None else ("POST", json.dumps(question))
-        given = None if body is None else body.encode()
-        with self.request(method, path, given, self._headers) as response:
+        if not string(path, "path").isprintable() or not path.startswith("/"):
+            raise ValueError(f"path: expected one such as '/props', got {path!r:.60}")
+        method, body = ("GET", None) if question is None else ("POST", _json(question))
+        with self.request(method, path, body, self._headers) as response:
             try:
                 data = response.read()
                 answer = json.loads(data)
@@ -76,24 +78,24 @@ class LlamaServer:
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of a prompt as the server makes them."""
-        given = {"content": text, "add_special": True, "parse_special": True}
+        given = {"content": string(text, "text"), "add_special": True, "parse_special": True}
         return [int(token) for token in self.ask("/tokenize", given)["tokens"]]
 
     def save(self, slot: int) -> SlotFile:
         """Read a slot. FormatError if its state is not known."""
         with self._file() as path:
-            self.ask(f"/slots/{slot}?action=save", {"filename": path.name})
+            self.ask(_slot(slot, "save"), {"filename": path.name})
             return read_slot_file(path)
 
     def restore(self, slot: int, tokens: NDArray[np.int32], kv: LlamaKV) -> None:
         """Replace a slot."""
         with self._file() as path:
             write_slot_file(path, tokens, kv)
-            self.ask(f"/slots/{slot}?action=restore", {"filename": path.name})
+            self.ask(_slot(slot, "restore"), {"filename": path.name})
 
     def erase(self, slot: int) -> None:
         """Empty a slot."""
-        self.ask(f"/slots/{slot}?action=erase", {})
+        self.ask(_slot(slot, "erase"), {})
 
     def remove_remains(self) -> None:
         """Remove the files of proxies that were killed."""
@@ -112,3 +114,14 @@ class LlamaServer:
         finally:
             with suppress(FileNotFoundError):
                 path.unlink()
+
+
+def _slot(slot: int, action: str) -> str:
+    return f"/slots/{integer(slot, 'slot', 0)}?action={action}"
+
+
+def _json(question: Any) -> bytes:
+    try:
+        return json.dumps(question).encode()
+    except TypeError as error:
+        raise TypeError(f"question: expected what JSON can write: {error}") from None

@@ -9,7 +9,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from unimem.base.arguments import file_path, instance
 from unimem.errors import FormatError
+from unimem.kv.token_ids import token_ids
 from unimem.llama_cpp.state import (
     LlamaKV,
     begin_of_state,
@@ -56,7 +58,7 @@ def read_slot_file(path: str | os.PathLike[str]) -> SlotFile:
     OSError
         It cannot be read.
     """
-    name = os.fspath(path)
+    name = file_path(path)
     data = np.fromfile(name, np.uint8)
     try:
         return _parse(data)
@@ -78,9 +80,10 @@ def write_slot_file(path: str | os.PathLike[str], tokens: NDArray[np.int32], kv:
     OSError
         It cannot be written.
     """
-    with open(path, "wb") as file:
-        file.write(_HEAD.pack(_MAGIC, kv.version, len(tokens)) + tokens.astype("<i4").tobytes())
-        file.write(kv_to_state(kv._replace(head=b"")))
+    state = kv_to_state(instance(kv, "kv", LlamaKV)._replace(head=b""))
+    ids = token_ids(tokens).astype("<i4")
+    with open(file_path(path), "wb") as file:
+        file.write(_HEAD.pack(_MAGIC, kv.version, len(ids)) + ids.tobytes() + state)
 
 
 def _parse(data: NDArray[np.uint8]) -> SlotFile:

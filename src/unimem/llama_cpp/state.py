@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from unimem.base.arguments import instance
 from unimem.errors import FormatError
 
 __all__ = [
@@ -144,12 +145,16 @@ def state_to_kv(blob: bytes | NDArray[np.uint8], *, version: int | None = None) 
     """
     if version is not None:
         check_version(version)
-    return begin_of_state(np.frombuffer(blob, np.uint8), version, b"")[0]
+    try:
+        data = np.frombuffer(blob, np.uint8)
+    except (TypeError, ValueError, BufferError):
+        raise TypeError(f"blob: expected the bytes of a state, got {blob!r:.60}") from None
+    return begin_of_state(data, version, b"")[0]
 
 
 def check_version(version: int) -> None:
     """Refuse a version of states that is not known."""
-    if version not in VERSIONS:
+    if not isinstance(version, int) or version not in VERSIONS:
         raise FormatError(
             f"version {version} of llama.cpp's states is not known, only "
             f"{' and '.join(map(str, VERSIONS))}: use a llama.cpp that writes one, or update unimem"
@@ -189,7 +194,7 @@ def kv_to_state(kv: LlamaKV) -> bytes:
     bytes
         For ``llama_state_seq_set_data``, or ``llama_state_set_data``, or a slot file.
     """
-    pieces = [kv.head]
+    pieces = [instance(kv, "kv", LlamaKV).head]
     for part in kv.parts:
         if isinstance(part, Recurrent):
             pieces += _recurrent_pieces(part, kv.is_context)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from unimem.base.arguments import instance
 from unimem.errors import CapacityError, FormatError
 from unimem.kv.store.store import KVStore
 from unimem.llama_cpp.identity import model_hash, options_of
@@ -36,7 +37,7 @@ class LlamaStoreCache:
     Raises
     ------
     TypeError
-        `store` is no `KVStore`.
+        `llama` is no `Llama`, or `store` no `KVStore`.
     FormatError
         The states of this llama.cpp are not known.
     OSError
@@ -52,6 +53,9 @@ class LlamaStoreCache:
     """
 
     def __init__(self, llama: Any, store: KVStore) -> None:
+        instance(store, "store", KVStore)
+        if not hasattr(llama, "save_state"):
+            raise TypeError(f"llama: expected a llama_cpp.Llama, got {llama!r:.60}")
         self._llama = llama
         is_new = llama.n_tokens == 0
         if is_new:

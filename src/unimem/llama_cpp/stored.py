@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from unimem.base.arguments import instance, string
 from unimem.kv.store.chunk import HEADER_BYTES
 from unimem.kv.store.store import KVStore
 from unimem.llama_cpp.prefixes import HEAD_BYTES, ChunkHead
@@ -74,6 +75,8 @@ def stored_prefixes(store: KVStore, *, model: str | None = None) -> list[StoredP
     OSError
         The folder cannot be listed.
     """
+    instance(store, "store", KVStore)
+    model = None if model is None else string(model, "model")
     rows: dict[tuple[str, bytes], _Found] = {}
     ends: dict[tuple[str, bytes], _Found] = {}
     for found in _found(store):

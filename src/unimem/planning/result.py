@@ -340,6 +340,10 @@ class Plan:
         """Return `to_dict` as JSON text."""
         return json.dumps(self.to_dict())
 
+    def __repr__(self) -> str:
+        model, context = self.facts.get("model", "no file"), f"context {self.ctx}"
+        return f"Plan({model}: {self.verdict}, {format_bytes(self.total_bytes)}, {context})"
+
     def __str__(self) -> str:
         return "\n".join(plan_lines(Surface(), self))
 

@@ -15,7 +15,9 @@ from dataclasses import replace
 
 from unimem.base import kernel_files
 from unimem.base.arguments import file_path
+from unimem.base.html import preformatted
 from unimem.base.kernel_files import parse_kib, parse_list
+from unimem.base.text import format_bytes
 from unimem.system import limits
 from unimem.system.cgroups import cgroups_above
 from unimem.system.cpu_features import cpu_features
@@ -75,10 +77,17 @@ class Machine(MachineFacts):
 
     __slots__ = ()
 
+    def __repr__(self) -> str:
+        ram, n = format_bytes(self.memory.total_bytes), len(self.findings)
+        return f"Machine({self.cpu.allowed_threads} CPUs, {ram}, {n} findings)"
+
     def __str__(self) -> str:
         from unimem.system.machine_text import render
 
         return render(self)
+
+    def _repr_html_(self) -> str:
+        return preformatted(str(self))
 
 
 def doctor(*, disk: str | os.PathLike[str] | None = None) -> Machine:

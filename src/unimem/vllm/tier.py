@@ -100,7 +100,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         rows = np.asarray(primary_kv_view)
         self._rows: NDArray[np.uint8] = rows.view(np.uint8).reshape(len(rows), -1)
         check_budgets("vLLM", self._rows.shape[1], ram_bytes, disk_bytes)
-        self._store = KVStore(where, ram_bytes=ram_bytes, disk_bytes=disk_bytes)
+        self._store = KVStore(where, ram_bytes=ram_bytes, disk_bytes=disk_bytes, pages="thp")
         self._chunks = EngineChunks(self._store, namespace, self._rows.shape[1])
         self._pool = ThreadPoolExecutor(n_threads, "unimem-vllm")
         self._lock = threading.Lock()  # for `_moving` and `n_left`
@@ -231,6 +231,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
                 job.n_left -= 1
                 is_last = job.n_left == 0
             if is_last:
+                if not job.is_load:
+                    self._chunks.sync()
                 self._finished.put(job)
 
 

@@ -25,12 +25,12 @@ def dequantize(
     array: NDArray[Any],
     kind: str,
     number: int | None,
-    shape: tuple[int, ...],
+    out: Floats,
     *,
     name: str,
     path: str,
-) -> Floats:
-    """Convert a tensor's data, for `Tensor.dequantize`.
+) -> None:
+    """Convert a tensor's data to `out`, for `Tensor.dequantize`.
 
     `array` has values if NumPy or ml_dtypes has the type, else bytes; `number` is ggml's number of
     the type; `name` and `path` are for messages.
@@ -41,7 +41,6 @@ def dequantize(
     else:
         block_values, block_bytes, convert = _of_blocks(number, what)
     data = array.reshape(-1).view(np.uint8)
-    out = np.empty(shape, np.float32)
     values = out.reshape(-1)
     n_blocks = data.nbytes // block_bytes
     step = max(1, _PIECE_BYTES // block_bytes)
@@ -59,7 +58,6 @@ def dequantize(
                 convert(part, values[first * block_values : end * block_values])
     finally:
         del array, data  # the traceback would keep the memory
-    return out
 
 
 def _by_numpy(dtype: np.dtype[Any], what: str) -> Convert:

@@ -181,14 +181,20 @@ class Tensor:
     def __dlpack_device__(self) -> tuple[int, int]:
         return self.as_array().__dlpack_device__()
 
-    def dequantize(self) -> NDArray[np.float32]:
+    def dequantize(self, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
         """Convert the data to float32.
+
+        Parameters
+        ----------
+        out : numpy.ndarray, optional
+            A contiguous float32 array of `shape` to write to, for example of a tape; by default a
+            new one.
 
         Returns
         -------
         numpy.ndarray
-            A new float32 array of `shape`. ggml converts blocks if unimem-ggml is installed, else
-            gguf-py; NumPy and ml_dtypes convert numbers.
+            `out`, or a new float32 array of `shape`. ggml converts blocks if unimem-ggml is
+            installed, else gguf-py; NumPy and ml_dtypes convert numbers.
 
         Raises
         ------
@@ -198,12 +204,22 @@ class Tensor:
             No installed library converts the type.
         ClosedError
             The weights were closed.
+        TypeError, ValueError
+            `out` is no such array.
         """
         from unimem.weights.dequantize import dequantize
 
-        return dequantize(
-            self.as_array(), self.type, self.ggml_type, self.shape, name=self.name, path=self.file
-        )
+        if out is None:
+            out = np.empty(self.shape, np.float32)
+        elif not isinstance(out, np.ndarray):
+            raise TypeError(f"out: expected a NumPy array, got {type(out).__name__}")
+        elif (out.dtype, out.shape) != (np.float32, self.shape) or not out.flags.carray:
+            raise ValueError(
+                f"out: expected a writable, contiguous float32 array of {self.shape}, got "
+                f"{out.dtype} of {out.shape}"
+            )
+        dequantize(self.as_array(), self.type, self.ggml_type, out, name=self.name, path=self.file)
+        return out
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from pathlib import Path
+from stat import S_ISDIR
 from unittest.mock import patch
 
 import pytest
@@ -100,3 +101,15 @@ def test_remains_of_a_killed_writer_make_room(tmp_path: Path) -> None:
             ".lock",
             files_of(tmp_path / "s")[0].name,
         }
+
+
+def test_names_are_synced_once_behind_their_files(tmp_path: Path) -> None:
+    synced: list[bool] = []
+
+    def sync(fd: int) -> None:
+        synced.append(S_ISDIR(os.fstat(fd).st_mode))
+
+    with opened(tmp_path / "s") as store, cache(45) as kv, patch("os.fsync", sync):
+        for _ in range(2):  # the second time, all chunks are there
+            assert store.put(kv, TOKENS, model=MODEL) == 40
+    assert synced == [False] * 5 + [True]

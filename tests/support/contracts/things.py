@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import unimem as um
+import unimem.llama_cpp as llama
 
 DIMS = um.ModelDims(64, 176, 8, 4, 8, 512, 2, 64)
 MODEL = Path(um.__file__).parent / "engine/models/tiny.gguf"
@@ -100,6 +101,18 @@ class Things:
     def store(self) -> um.KVStore:
         store = um.KVStore(self.folder / "store", ram_bytes=0, disk_bytes=1 << 24, chunk_tokens=2)
         return self.undo.enter_context(store)
+
+    def prefixes(self, state: llama.LlamaKV) -> llama.LlamaPrefixes:
+        return llama.LlamaPrefixes(self.store(), "model", state)
+
+    def no_server(self) -> llama.LlamaServer:
+        return llama.LlamaServer("http://localhost:1", self.folder)
+
+    def slot_file(self, state: llama.LlamaKV) -> Path:
+        llama.write_slot_file(
+            self.folder / "slot.bin", np.arange(state.n_tokens, dtype=np.int32), state
+        )
+        return self.folder / "slot.bin"
 
     def grid(self) -> um.Grid:
         return self.undo.enter_context(um.Grid(64, 4, pages="4k"))

@@ -98,7 +98,7 @@ cdef class KVCache:
     spare_rows : int, default 0
         Rows of a ring beyond its window; their number is rounded up to whole pages. `crop` can undo
         up to this many tokens; reserving more evicts tokens that are still in the window.
-    budget_bytes : int, optional
+    budget_bytes : int or str, optional
         The limit of `capacity_bytes`; CacheFull is raised at it. It limits the rows of a fixed
         cache.
     grow : bool, default False
@@ -158,7 +158,7 @@ cdef class KVCache:
     #: @overload
     #: def __new__(cls, *, layers: Sequence[Layer], max_seq_len: int, batch: int = 1,
     #:             dtype: npt.DTypeLike = "f16", order: Literal["token", "head"] = "token",
-    #:             spare_rows: int = 0, budget_bytes: int | None = None, grow: bool = False,
+    #:             spare_rows: int = 0, budget_bytes: int | str | None = None, grow: bool = False,
     #:             rotate: bool = False, checkpoints: int = 0, checkpoint_every: int | None = None,
     #:             name: str | None = None, **placement: Unpack[PlacementOptions]) -> Self: ...
     #: @overload
@@ -166,9 +166,9 @@ cdef class KVCache:
     #:             batch: int = 1, dtype: npt.DTypeLike = "f16",
     #:             k_dtype: npt.DTypeLike | None = None, v_dtype: npt.DTypeLike | None = None,
     #:             v_head_dim: int | None = None, order: Literal["token", "head"] = "token",
-    #:             window: int | None = None, spare_rows: int = 0, budget_bytes: int | None = None,
-    #:             grow: bool = False, rotate: bool = False, tape: Tape | None = None,
-    #:             name: str | None = None, **placement: Unpack[PlacementOptions]) -> Self: ...
+    #:             window: int | None = None, spare_rows: int = 0,
+    #:             budget_bytes: int | str | None = None, grow: bool = False, rotate: bool = False,
+    #:             tape: Tape | None = None, name: str | None = None, **placement: Unpack[PlacementOptions]) -> Self: ...
 
     __signature__ = signature()
 
@@ -383,12 +383,12 @@ cdef class KVCache:
     clear = call(KVRows.clear)
     give_back = call(OneKindCache.give_back)
 
-    def enforce_memory_limit(self, max_bytes: int) -> bool:
+    def enforce_memory_limit(self, max_bytes: int | str) -> bool:
         """Keep as many of the last tokens as fit, and give back the memory of all other tokens.
 
         Parameters
         ----------
-        max_bytes : int
+        max_bytes : int or str
             The limit of `memory_usage_bytes` afterwards.
 
         Returns

@@ -31,7 +31,7 @@ from cpython.tuple cimport PyTuple_GET_ITEM
 from libc.stdint cimport uint32_t, uint64_t
 
 from unimem._core cimport native as um
-from unimem._core.arrays cimport size_of
+from unimem._core.arrays cimport bytes_of, size_of
 from unimem._core.status cimport full_text
 from unimem.kv.inputs cimport Given, check_token, contiguous, layer_number
 from unimem.kv.types cimport kv_pair
@@ -157,7 +157,9 @@ cdef class LayeredKVCache:
         if n_checkpoints and not states:
             raise ValueError("checkpoints: expected together with a LayerState: layers that keep "
                              "tokens go back without them")
-        left = None if budget_bytes is None else size_of(budget_bytes, "budget_bytes", 1)
+        if budget_bytes is not None:
+            budget_bytes = bytes_of(budget_bytes, "budget_bytes", 1)
+        left = budget_bytes
         made = {}
 
         def make(kind, **options):
@@ -612,9 +614,9 @@ cdef class LayeredKVCache:
         self.set_first(0, 0)
 
     @cython.critical_section
-    def enforce_memory_limit(self, max_bytes: int) -> bool:
+    def enforce_memory_limit(self, max_bytes: int | str) -> bool:
         cdef OneKindCache part
-        cdef size_t most = size_of(max_bytes, "max_bytes")
+        cdef size_t most = bytes_of(max_bytes, "max_bytes")
         cdef size_t fixed = 0 if self._states is None else self._states.state_bytes
         cdef uint64_t held, n
         self.begin()

@@ -15,7 +15,7 @@ from cpython.long cimport PyLong_AsLongAndOverflow, PyLong_CheckExact
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
 from unimem._core cimport native as um
-from unimem._core.arrays cimport dtype_of, new_array, size_of
+from unimem._core.arrays cimport bytes_of, dtype_of, new_array, size_of
 from unimem._core.lock cimport NO_GIL
 from unimem.kv.inputs cimport (
     Given, check_token, check_tokens, contiguous, layer_number, pair_of, shape_of,
@@ -404,8 +404,8 @@ cdef class OneKindCache(KVStorage):
         return 0
 
     @cython.critical_section
-    def enforce_memory_limit(self, max_bytes: int) -> bool:
-        cdef size_t most = size_of(max_bytes, "max_bytes")
+    def enforce_memory_limit(self, max_bytes: int | str) -> bool:
+        cdef size_t most = bytes_of(max_bytes, "max_bytes")
         cdef size_t token = self._n_lanes // 2 * (self.kv.row_bytes + self.kv.v_row_bytes)
         cdef um.um_error err
         cdef uint64_t n, held

@@ -23,7 +23,7 @@ cimport cython
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
 from unimem._core cimport native as um
-from unimem._core.arrays cimport size_of
+from unimem._core.arrays cimport bytes_of, size_of
 from unimem.kv.inputs cimport layer_number
 from unimem.kv.types cimport check_head_dim, kv_name, kv_types, number_of_type, numpy_type, rounded
 from unimem._core.region cimport Region
@@ -156,7 +156,7 @@ cdef class KVRows:
         self.name = string(wanted.name, "name", "kv")
         self.window = wanted.window
         self.budget_bytes = (None if wanted.budget_bytes is None
-                             else size_of(wanted.budget_bytes, "budget_bytes", 1))
+                             else bytes_of(wanted.budget_bytes, "budget_bytes", 1))
         return 0
 
     cdef size_t check_row(self, um.um_kv_spec *spec) except 0:

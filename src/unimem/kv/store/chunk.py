@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
+from unimem._core.hashing import copy_hashed
 from unimem.base.binary_header import BinaryHeader
 from unimem.kv.snapshot.format_rows import round_up, row_bytes_of
 
@@ -26,7 +26,6 @@ __all__ = [
     "chunk_keys",
     "find_fault",
     "seal",
-    "sealed_parts",
 ]
 
 #: A page, so that the data begins at a page.
@@ -207,17 +206,14 @@ class ChunkShape(NamedTuple):
         return found
 
 
-def _header(chunk: ChunkShape, key: bytes, *behind: NDArray[np.uint8]) -> bytes:
-    total = xxhash.xxh3_128()
-    for part in behind:
-        total.update(part.data)
+def _header(chunk: ChunkShape, key: bytes, digest: bytes) -> bytes:
     lanes = chunk.group.row_bytes
     values = {
         "header_bytes": HEADER_BYTES,
         "file_bytes": chunk.nbytes,
         "data_bytes": chunk.data_bytes,
         "key": key,
-        "hash": total.digest(),
+        "hash": digest,
         # Only the other engine knows its tokens.
         "n_tokens": 0 if chunk.of_engine else chunk.n_tokens,
         "n_lanes": len(lanes),
@@ -226,32 +222,53 @@ def _header(chunk: ChunkShape, key: bytes, *behind: NDArray[np.uint8]) -> bytes:
     return _HEADER.pack(values).ljust(HEADER_BYTES, b"\0")
 
 
-def seal(chunk: ChunkShape, key: bytes, blob: NDArray[np.uint8]) -> None:
-    """Complete ``uint8 [chunk.nbytes]`` with its data: write the header, and zeros behind."""
-    blob[HEADER_BYTES + chunk.data_bytes :] = 0
-    blob[:HEADER_BYTES] = np.frombuffer(_header(chunk, key, blob[HEADER_BYTES:]), np.uint8)
+def seal(
+    chunk: ChunkShape, key: bytes, blob: NDArray[np.uint8], data: NDArray[np.uint8] | None = None
+) -> None:
+    """Complete ``uint8 [chunk.nbytes]``: write the header, and zeros behind the data.
 
-
-def sealed_parts(chunk: ChunkShape, key: bytes, data: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
-    """Return the header, the data itself, and the zeros of a chunk."""
-    zeros = np.zeros(chunk.nbytes - HEADER_BYTES - chunk.data_bytes, np.uint8)
-    return [np.frombuffer(_header(chunk, key, data, zeros), np.uint8), data, zeros]
+    The data is there already, or is copied from `data` in the pass that hashes it.
+    """
+    inside, zeros = _behind(chunk, blob)
+    zeros[:] = 0
+    if data is None:
+        digest = copy_hashed(inside, None, zeros.nbytes)
+    else:
+        digest = copy_hashed(data, inside, zeros.nbytes)
+    blob[:HEADER_BYTES] = np.frombuffer(_header(chunk, key, digest), np.uint8)
 
 
 def find_fault(
-    chunk: ChunkShape, key: bytes, blob: NDArray[np.uint8], nbytes: int | None = None
+    chunk: ChunkShape,
+    key: bytes,
+    blob: NDArray[np.uint8],
+    nbytes: int | None = None,
+    out: NDArray[np.uint8] | None = None,
 ) -> str | None:
     """Say what is wrong with a chunk that was read; None if every byte is as it was sealed.
 
     The whole header is compared, since all of it but the data's hash is known beforehand. `nbytes`
-    is the size of the file that it was read from.
+    is the size of the file that it was read from. The data is copied to `out` in the pass that
+    hashes it; if it is damaged, `out` gets zeros.
     """
     if nbytes not in (None, chunk.nbytes):
         return f"it has {nbytes} bytes, not {chunk.nbytes}"
     found = blob[:HEADER_BYTES].tobytes()
-    if found == _header(chunk, key, blob[HEADER_BYTES:]):
+    inside, zeros = _behind(chunk, blob)
+    digest = copy_hashed(inside, out, zeros.nbytes)
+    if found == _header(chunk, key, digest) and not zeros.any():
         return None
+    if out is not None:
+        out[:] = 0
     at = _HEADER.offsets["key"]
     if _HEADER.is_magic(found) and found[at : at + len(key)] != key:
         return "it is another chunk than its name says"
     return "its bytes are not those that were written"
+
+
+def _behind(
+    chunk: ChunkShape, blob: NDArray[np.uint8]
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """View the data, and the zeros behind it."""
+    end = HEADER_BYTES + chunk.data_bytes
+    return blob[HEADER_BYTES:end], blob[end : chunk.nbytes]

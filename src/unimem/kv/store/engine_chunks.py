@@ -20,7 +20,6 @@ from unimem.kv.store.chunk import (
     LaneGroup,
     find_fault,
     seal,
-    sealed_parts,
 )
 from unimem.kv.store.ram_tier import RamTier
 from unimem.kv.store.store import KVStore
@@ -31,9 +30,9 @@ __all__ = ["EngineChunks"]
 class EngineChunks:
     """Chunks of one size in one namespace. Any number of threads may use it.
 
-    Each thread that puts or gets has memory for one chunk. A chunk is checked there before it is
-    copied to the engine. The store stays open. The namespace has all that the bytes of a chunk
-    depend on besides its key: the engine, the model, the layout.
+    A chunk in RAM is hashed in the pass that copies it, to the store or to the engine. For other
+    tiers, each thread has memory for one chunk. The store stays open. The namespace has all that
+    the bytes of a chunk depend on besides its key: the engine, the model, the layout.
     """
 
     def __init__(self, store: KVStore, namespace: str, chunk_bytes: int) -> None:
@@ -63,7 +62,8 @@ class EngineChunks:
     def put(self, key: bytes, data: NDArray[np.uint8], used_ns: int | None = None) -> bool:
         """Keep a chunk, ``uint8 [chunk_bytes]``, in each tier that lacks it; False without room.
 
-        It makes room by chunks that were used before `used_ns`, which is now by default.
+        It makes room by chunks that were used before `used_ns`, which is now by default. Call
+        `sync` behind the last of several.
         """
         identity, tiers = self.identity(key), self._store._tiers
         lacking = [tier for tier in tiers if not tier.has(identity)]
@@ -72,34 +72,39 @@ class EngineChunks:
             return True
         used_ns = used_ns or time.time_ns()
         if isinstance(tiers[0], RamTier) and len(tiers) == 1:  # no copy in between
-            parts = sealed_parts(self._shape, identity, data)
-            return tiers[0].write_parts(identity, parts, used_ns)
+
+            def fill(place: NDArray[np.uint8]) -> None:
+                seal(self._shape, identity, place, data)
+
+            return tiers[0].fill(identity, self._shape.nbytes, fill, used_ns)
         blob = self._blob()
-        blob[HEADER_BYTES : HEADER_BYTES + self._shape.data_bytes] = data
-        seal(self._shape, identity, blob)
+        seal(self._shape, identity, blob, data)
         written = [tier.write(identity, blob, used_ns) for tier in lacking]
         return any(written) or len(lacking) < len(tiers)
+
+    def sync(self) -> None:
+        """Make sure that what was put outlives a machine that stops, if the store is on a disk."""
+        self._store._sync()
 
     def get(self, key: bytes, out: NDArray[np.uint8]) -> bool:
         """Copy a chunk to ``uint8 [chunk_bytes]``; return False if it is missing.
 
-        It is checked before it is copied. If it is replaced in RAM in the midst of that, False is
-        returned, and `out` has bytes of both.
+        If it is missing, `out` is as before or has zeros.
 
         A damaged chunk is removed with a warning, and is missing. A chunk that was not marked for
         a minute is marked as used now; `touch` marks a prefix in its order.
         """
         identity, tier = self.identity(key), self._store._tiers[0]
-        whole = False
+        is_whole = False
 
         def take(data: NDArray[np.uint8]) -> None:
-            nonlocal whole
-            whole = find_fault(self._shape, identity, data, data.nbytes) is None
-            if whole:
-                out[:] = data[HEADER_BYTES : HEADER_BYTES + self._shape.data_bytes]
+            nonlocal is_whole
+            is_whole = find_fault(self._shape, identity, data, data.nbytes, out) is None
 
-        if isinstance(tier, RamTier) and tier.use(identity, take) and whole:
+        if isinstance(tier, RamTier) and tier.use(identity, take) and is_whole:
             return True
+        if is_whole:  # it was replaced meanwhile
+            out[:] = 0
         blob = self._blob()
         if not self._store._load(self._shape, identity, blob, time.time_ns()):
             return False

@@ -28,7 +28,8 @@ _MOST_PROMPT_CHUNKS = 1 << 16
 class EngineStore(Closing):
     """A `KVStore` for an engine, and threads that read chunks.
 
-    A chunk is found only under the same engine and version, model, weights and layout.
+    A chunk is found only under the same engine and version, model, weights and layout. Its pool in
+    RAM lies in huge pages, as far as the kernel has them.
 
     Parameters
     ----------
@@ -38,7 +39,8 @@ class EngineStore(Closing):
         Its version.
     options : mapping
         ``where``, ``ram_bytes`` (default 0) and ``disk_bytes`` as for `KVStore`; ``model``, a text
-        that tells models of one name apart; ``n_threads`` (default 8).
+        that tells models of one name apart, such as a revision (a model in a local folder is known
+        by all bytes of its files); ``n_threads`` (default 8), the threads that read chunks.
 
     Raises
     ------
@@ -58,7 +60,8 @@ class EngineStore(Closing):
         self._known["model"] = string(options.get("model", ""), "model")
         n_threads = integer(options.get("n_threads", 8), "n_threads", 1, 1024)
         self._ram, self._disk = options.get("ram_bytes", 0), options.get("disk_bytes")
-        self._store = KVStore(options["where"], ram_bytes=self._ram, disk_bytes=self._disk)
+        budgets: dict[str, Any] = {"ram_bytes": self._ram, "disk_bytes": self._disk}
+        self._store = KVStore(options["where"], **budgets, pages="thp")
         self.readers = ThreadPoolExecutor(n_threads, f"unimem-{engine}")
         self._lock = threading.Lock()  # for all below
         self._weights: dict[str, str | None] = {}
@@ -96,6 +99,10 @@ class EngineStore(Closing):
         """Return when a prompt used a chunk last, in nanoseconds since 1970; now if none did."""
         with self._lock:
             return self._used_ns.get(key) or time.time_ns()
+
+    def sync(self) -> None:
+        """Make sure that what was put outlives a machine that stops, if the store is on a disk."""
+        self._store._sync()
 
     def stat(self) -> StoreStat:
         """Count what the tiers hold."""

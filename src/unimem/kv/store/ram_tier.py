@@ -260,12 +260,21 @@ class RamTier:
         return self.use(key, copy)
 
     def write(self, key: bytes, data: NDArray[np.uint8], used_ns: int) -> bool:
-        """Copy a chunk into the pool; its tag is written last."""
-        return self.write_parts(key, [data], used_ns)
+        """Copy a chunk into the pool."""
 
-    def write_parts(self, key: bytes, parts: Sequence[NDArray[np.uint8]], used_ns: int) -> bool:
-        """Copy a chunk whose parts lie apart."""
-        nbytes = sum(part.nbytes for part in parts)
+        def fill(place: NDArray[np.uint8]) -> None:
+            place[:] = data
+
+        return self.fill(key, data.nbytes, fill, used_ns)
+
+    def fill(
+        self,
+        key: bytes,
+        nbytes: int,
+        fill: Callable[[NDArray[np.uint8]], object],
+        used_ns: int,
+    ) -> bool:
+        """Let `fill` write a chunk into the pool; its tag is written last."""
         count = -(-nbytes // self._unit)
         if count > self._most:
             if not self._has_warned:
@@ -285,9 +294,7 @@ class RamTier:
             begin = first * self._unit
             if self._head["given_back"][0] and not allocate_range(self._pool, begin, nbytes):
                 return False
-            for part in parts:
-                self._data[begin : begin + part.nbytes] = part
-                begin += part.nbytes
+            fill(self._data[begin : begin + nbytes])
             record = np.zeros((), _RECORD)
             record["key"] = key
             record["generation"] = self._records["generation"][at] + 1
@@ -316,6 +323,9 @@ class RamTier:
             yield True
         finally:
             fcntl.flock(fd, fcntl.LOCK_UN)
+
+    def sync(self) -> None:
+        """Do nothing: RAM does not outlive its machine."""
 
     def remove(self, key: bytes) -> None:
         """Drop a chunk."""

@@ -112,6 +112,9 @@ class RemoteTier:
             return False
         return True
 
+    def sync(self) -> None:
+        """Do nothing: the server has what it has confirmed."""
+
     def remove(self, key: bytes) -> None:
         """Remove an object, if that is allowed."""
         self._forget(key)

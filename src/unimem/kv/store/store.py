@@ -313,6 +313,7 @@ class KVStore(Closing):
                     there.add(piece.key)
                 elif chunks.windows[piece.group] is None:
                     n_whole = piece.number
+        self._sync()
         return self._longest(chunks, n_whole, there) * self.chunk_tokens
 
     def longest(self, tokens: Tokens, *, model: str, kv: Holder) -> int:
@@ -451,6 +452,10 @@ class KVStore(Closing):
         for tier in self._tiers:
             tier.touch(keys, now)
         return now
+
+    def _sync(self) -> None:
+        for tier in self._tiers:
+            tier.sync()
 
     def _put_piece(
         self,

@@ -83,6 +83,9 @@ class Tier(Protocol):
         that make room for it.
         """
 
+    def sync(self) -> None:
+        """Make sure that the chunks written so far outlive a machine that stops, as far as any."""
+
     def remove(self, key: bytes) -> None:
         """Drop a chunk, unless it is being read."""
 
@@ -120,6 +123,7 @@ class FolderTier:
         boot = read_text("/proc/sys/kernel/random/boot_id")
         self._boot = (boot or os.urandom(8).hex()).encode()  # unknown: files are counted anew
         self._has_warned = False  # of a chunk that is larger than the budget
+        self._has_new_names = False
         self._mutex = threading.Lock()
         self._fd = self._lock = -1
         self._fds = Descriptors()
@@ -167,7 +171,11 @@ class FolderTier:
         return 0
 
     def write(self, key: bytes, data: NDArray[np.uint8], used_ns: int) -> bool:
-        """Write a file under another name, bring it to the disk, and rename it."""
+        """Write a file under another name, bring it to the disk, and rename it.
+
+        After `sync`, the disk has the name, too: once for many files, since it takes as long as a
+        file of megabytes.
+        """
         name, cost = _name(key), self._cost(data.nbytes)
         temporary = f".{os.urandom(8).hex()}{TEMPORARY}"
         with ExitStack() as undo:
@@ -190,9 +198,15 @@ class FolderTier:
             with self._locked():
                 if not self.has(key):
                     os.replace(temporary, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
-        with suppress(OSError):  # the file system cannot sync folders
-            os.fsync(self._fd)
+                    self._has_new_names = True
         return True
+
+    def sync(self) -> None:
+        """Bring the names of new files to the disk."""
+        if self._has_new_names:
+            self._has_new_names = False
+            with suppress(OSError):  # the file system cannot sync folders
+                os.fsync(self._fd)
 
     def _allocate(self, fd: int, nbytes: int) -> bool:
         """Allocate the room of an empty file; return False if there is not enough."""
