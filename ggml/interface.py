@@ -18,7 +18,7 @@ SOURCES = (
 NAME = re.compile(r"\b(?:ggml|GGML)_\w+\b")
 GUARDED = re.compile(r"^(?:GUARDED|UNARY|BINARY|TERNARY)\((\w+)", re.M)
 # Their names begin as ggml's do, and they are our own.
-OWN = {"ggml_expanded", "ggml_planned", "ggml_name"}
+OWN = {"ggml_expanded", "ggml_planned", "ggml_with_sinks", "ggml_name"}
 COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.S)
 DEFINE = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(GGML_\w+)[ \t]+([^\n]+)$", re.M)
 DIRECTIVE = re.compile(r"^[ \t]*#(?:[^\n]*\\\n)*[^\n]*$|extern \"C\" *\{", re.M)

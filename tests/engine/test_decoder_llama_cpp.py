@@ -41,8 +41,9 @@ def scaling(kind: str, **more: float) -> dict[str, Any]:
 
 # The other models have an architecture, type or scaling of these.
 FAST = {"qwen2 q8_0 bias tied", "qwen3 f16 wide heads", "llama bf16", "rope factors", "rope yarn"}
-FAST |= {"qwen3moe f16"}
+FAST |= {"qwen3moe f16", "gpt-oss f16"}
 
+GPT_OSS = small(inner=128, head_dim=64)
 OTHER_KV = ("f32", "bf16", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl", "q8_0,q4_0")
 
 # By default a llama of kind f16.
@@ -63,6 +64,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3 q8_0": {"arch": "gemma3", "shape": small(layers=7), "kind": "q8_0", "gain": 0.003},
     "qwen3moe f16": {"arch": "qwen3moe", "shape": small(inner=128)},
     "qwen3moe q8_0": {"arch": "qwen3moe", "kind": "q8_0", "gain": QUANTIZED},
+    "gpt-oss f16": {"arch": "gpt-oss", "shape": GPT_OSS},
+    "gpt-oss mxfp4": {"arch": "gpt-oss", "shape": GPT_OSS, "kind": "mxfp4", "gain": QUANTIZED},
     "rope yarn": {
         "arch": "qwen2",
         "seed": 4,
@@ -83,6 +86,7 @@ REPACKED: dict[str, dict[str, Any]] = {
     "mistral q4_0": {"shape": small(head_dim=40)},
     "yarn q4_0": MODELS["rope yarn"] | {"seed": 7},
     "gemma3 q4_0": {"arch": "gemma3", "shape": small(layers=7), "gain": 0.003},
+    "gpt-oss mxfp4": MODELS["gpt-oss mxfp4"] | {"seed": 1},
     **{
         f"qwen3moe {kind}": {"arch": "qwen3moe", "kind": kind, "seed": int(kind in OTHER_SEED)}
         for kind in KINDS

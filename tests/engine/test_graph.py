@@ -18,7 +18,7 @@ from unimem.engine import Decoder, UnsupportedModel
 from unimem.engine.graph import Graph, Headers
 from unimem.planning.needs import PREFILL_BATCH, scratch_parts
 
-ARCHS = ("llama", "qwen2", "qwen3", "gemma3", "qwen3moe")
+ARCHS = ("llama", "qwen2", "qwen3", "gemma3", "qwen3moe", "gpt-oss")
 
 
 def check_lifetimes(graph: Graph) -> None:
@@ -109,15 +109,19 @@ def check_scratch(decoder: Decoder) -> dict[str, int]:
         ("deep", "qwen3"),
         ("tiny", "gemma3"),
         ("tiny", "qwen3moe"),
-        *(pytest.param(name, "gemma3", marks=pytest.mark.slow) for name in SHAPES),
-        *(pytest.param(name, "qwen3moe", marks=pytest.mark.slow) for name in SHAPES),
+        ("narrow inside", "gpt-oss"),
+        *(
+            pytest.param(name, arch, marks=pytest.mark.slow)
+            for arch in ("gemma3", "qwen3moe", "gpt-oss")
+            for name in SHAPES
+        ),
     ],
 )
 def test_the_plan_bounds_what_is_taken(name: str, arch: str, tmp_path: Path) -> None:
     kind = "f16" if name in ("many heads", "ordinary") else "f32"
     rope_factors = arch == "llama"
     path = tmp_path / "m.gguf"
-    biased = arch not in ("gemma3", "qwen3moe")
+    biased = arch not in ("gemma3", "qwen3moe", "gpt-oss")
     write_model(path, arch, SHAPES[name], kind, bias=biased, rope_factors=rope_factors)
     for ctx, threads in ((1, 1), (2, 3), (77, 1), (PREFILL_BATCH, 3), (600, 1), (600, 3)):
         with Decoder(path, ctx=ctx, threads=threads) as decoder:
@@ -134,9 +138,13 @@ def test_the_plan_bounds_what_is_taken(name: str, arch: str, tmp_path: Path) -> 
                 assert sum(parts.values()) <= 1.25 * decoder.layout.scratch.used_bytes
 
 
-@pytest.mark.parametrize("name", ["tiny", "wide inside", "narrow inside"])
-def test_the_plan_bounds_waves_of_experts(name: str, tmp_path: Path) -> None:
-    path = write_model(tmp_path / "m.gguf", "qwen3moe", SHAPES[name], "f32")
+@pytest.mark.parametrize(
+    ("arch", "name"),
+    [*(("qwen3moe", name) for name in ("tiny", "wide inside", "narrow inside")),
+     ("gpt-oss", "tiny"), ("gpt-oss", "narrow inside")],
+)  # fmt: skip
+def test_the_plan_bounds_waves_of_experts(arch: str, name: str, tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", arch, SHAPES[name], "f32")
     for ctx in (1, 2, 600):
         with Decoder(path, ctx=ctx, threads=2, load="stream", weights_budget="1G") as decoder:
             parts = check_scratch(decoder)
@@ -174,7 +182,7 @@ def test_errors_name_supported_features(tmp_path: Path) -> None:
         with pytest.raises(UnsupportedModel, match=reason):
             Decoder(path, ctx=8, threads=1)
 
-    refuse("llama, qwen2, qwen3, gemma3, qwen3moe", arch="gpt2")
+    refuse("llama, qwen2, qwen3, gemma3, qwen3moe, gpt-oss", arch="gpt2")
     refuse("1 tensor that the engine does not know", arch="qwen3", rope_factors=True)
     for key, value, reason in (
         ("expert_count", 8, "mixtures of experts are not supported for llama: those of qwen3moe"),

@@ -22,7 +22,11 @@ CTX, WINDOW = 2600, 48
 SHAPE = Shape(
     hidden=128, layers=7, heads=4, kv_heads=2, inner=256, vocab=1024, ctx=4096, head_dim=64
 )
-SHAPES = {"gemma3": SHAPE, "qwen3moe": replace(SHAPE, layers=3, inner=64)}
+SHAPES = {
+    "gemma3": SHAPE,
+    "qwen3moe": replace(SHAPE, layers=3, inner=64),
+    "gpt-oss": replace(SHAPE, layers=4, inner=64),
+}
 
 
 def write(path: Path, arch: str, kind: str = "f32", **options: Any) -> Path:
@@ -93,6 +97,7 @@ class Talk:
     [
         ("gemma3", "f16", 200),
         ("qwen3moe", "q8_0", 200),
+        ("gpt-oss", "q8_0", 200),
         pytest.param("gemma3", "q8_0,q4_0", 200, marks=pytest.mark.slow),
         *(
             pytest.param(arch, kv_dtype, 2000, marks=pytest.mark.slow)
@@ -148,6 +153,10 @@ SLIGHTLY_WRONG: list[tuple[str, dict[str, Any]]] = [
     ("gemma3", {"metadata": {"rope.freq_base_swa": 12000.0}}),
     ("gemma3", {"metadata": {"rope.freq_base": 0.5e6}}),
     ("qwen3moe", {"metadata": {"expert_used_count": 2}}),
+    ("gpt-oss", {"metadata": {"attention.sliding_window": WINDOW - 1}}),
+    ("gpt-oss", {"metadata": {"attention.sliding_window_pattern": 1}}),
+    ("gpt-oss", {"metadata": {"rope.scaling.factor": 24.0}}),
+    ("gpt-oss", {"metadata": {"rope.freq_base_swa": 10000.0}}),
 ]
 
 

@@ -38,7 +38,7 @@ def same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write(folder: Path, arch: str, kind: str = "q4_0") -> Path:
-    return write_model(folder / "m.gguf", arch, MIXTURE if arch == "qwen3moe" else DENSE, kind)
+    return write_model(folder / "m.gguf", arch, DENSE if arch == "llama" else MIXTURE, kind)
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +82,10 @@ def figures(decoder: Decoder) -> dict[str, int]:
 # ---- logits ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("arch", ["qwen3moe", "llama"])
+@pytest.mark.parametrize(
+    ("arch", "kind"),
+    [*((arch, kind) for arch in ("qwen3moe", "llama") for kind in KINDS), ("gpt-oss", "mxfp4")],
+)
 def test_logits_have_the_bits_of_a_mapped_model(arch: str, kind: str, tmp_path: Path) -> None:
     path = write(tmp_path, arch, kind)
     with Decoder(path, ctx=200, threads=1, load="map") as mapped:
@@ -113,11 +115,13 @@ def test_a_batch_that_waves_do_not_suffice_for_is_split(
         assert decoder.kv.seq_len == 9
 
 
-@pytest.mark.parametrize("n_slots", [3, 4, 7, 24])
+@pytest.mark.parametrize(
+    ("arch", "n_slots"), [*(("qwen3moe", n) for n in (3, 4, 7, 24)), ("gpt-oss", 4)]
+)
 def test_each_expert_is_read_once_for_a_batch(
-    n_slots: int, mixture: Path, monkeypatch: pytest.MonkeyPatch
+    arch: str, n_slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompt, n_read = tokens(512, first=3), []
+    mixture, prompt, n_read = write(tmp_path, arch), tokens(512, first=3), []
     with streamed(mixture, 1, ctx=512) as decoder:
         stream_of(decoder)._pieces.resize(0, n_slots)
         decoder.prefill(prompt)
@@ -129,7 +133,8 @@ def test_each_expert_is_read_once_for_a_batch(
         logits = decoder.prefill(prompt).copy()
         stat, n_read = pieces.stat(), [*n_read, figures(decoder)["read_bytes"]]
         # All of two layers, and those of one token in the last.
-        assert stat["misses"] + stat["prefetched"] == stat["n_reads"] // 3 == 8 + 8 + 3
+        n_parts = 6 if arch == "gpt-oss" else 3  # with biases
+        assert stat["misses"] + stat["prefetched"] == stat["n_reads"] // n_parts == 8 + 8 + 3
         assert stat["prefetched"] >= 4
         decoder.reset()
         np.testing.assert_array_equal(decoder.prefill(prompt), logits)

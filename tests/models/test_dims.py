@@ -200,6 +200,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any], int]] = {
     "a wide shared expert": ("qwen2moe", keys_of(None, 10, 50), 50),
     "a shared expert as wide as the feed-forward length": ("qwen2moe", keys_of(60, 10), 60),
     "Qwen3 30B A3B": ("qwen3moe", keys_of(6144, 768, n=(128, 8)), 8 * 768),
+    "gpt-oss 20B": ("gpt-oss", keys_of(2880, 2880, n=(32, 4)), 4 * 2880),
     "Qwen3 with half of its experts": ("qwen3moe", keys_of(6144, 768, n=(128, 4)), 4 * 768),
     "no width of an expert": ("qwen3moe", keys_of(1001, 0, n=(8, 4)), 1000),
     "no feed-forward length": ("qwen3moe", keys_of(None, 768, n=(128, 8)), 6144),
@@ -248,7 +249,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
             ("qwen3moe", "expert_feed_forward_length"),
         )
     },
-    "another architecture": ("gpt2", {}, r"gpt2.*llama, qwen2, qwen3, gemma3, qwen3moe, qwen2moe"),
+    "another architecture": ("gpt2", {}, r"gpt2.*llama, qwen2, qwen3, gemma3, qwen3moe, gpt-oss"),
 }
 
 

@@ -111,12 +111,14 @@ cdef extern from "guard.h":
     void *guarded_div(context_t *, tensor_t *, tensor_t *)
     void *guarded_mul_mat(context_t *, tensor_t *, tensor_t *)
     void *guarded_mul_mat_id(context_t *, tensor_t *, tensor_t *, tensor_t *)
+    void *guarded_add_id(context_t *, tensor_t *, tensor_t *, tensor_t *)
     void *guarded_scale(context_t *, tensor_t *, float)
     void *guarded_clamp(context_t *, tensor_t *, float, float)
     void *guarded_sum_rows(context_t *, tensor_t *)
     void *guarded_soft_max(context_t *, tensor_t *)
     void *guarded_argsort_top_k(context_t *, tensor_t *, int)
     void *guarded_swiglu_split(context_t *, tensor_t *, tensor_t *)
+    void *guarded_swiglu_oai(context_t *, tensor_t *, tensor_t *, float, float)
     void *guarded_geglu_split(context_t *, tensor_t *, tensor_t *)
     void *guarded_cont(context_t *, tensor_t *)
     void *guarded_reshape_2d(context_t *, tensor_t *, int64_t, int64_t)
@@ -130,6 +132,7 @@ cdef extern from "guard.h":
                            float, float, float, float, float)
     void *guarded_flash_attn_ext(context_t *, tensor_t *, tensor_t *, tensor_t *, tensor_t *,
                                  float, float, float)
+    void *guarded_with_sinks(tensor_t *, tensor_t *)
     void *guarded_new_graph_custom(context_t *, size_t, c_bool)
     void *guarded_expanded(cgraph *, tensor_t *)
     void *guarded_planned(cplan *, cgraph *, int, threadpool *)
@@ -453,6 +456,10 @@ def mul_mat_id(uintptr_t c, uintptr_t experts, uintptr_t b, uintptr_t ids):
     return made(guarded_mul_mat_id(_c(c), _t(experts), _t(b), _t(ids)))
 
 
+def add_id(uintptr_t c, uintptr_t a, uintptr_t rows, uintptr_t ids):
+    return made(guarded_add_id(_c(c), _t(a), _t(rows), _t(ids)))
+
+
 def scale(uintptr_t c, uintptr_t a, float s):
     return made(guarded_scale(_c(c), _t(a), s))
 
@@ -475,6 +482,10 @@ def argsort_top_k(uintptr_t c, uintptr_t a, int k):
 
 def swiglu_split(uintptr_t c, uintptr_t gate, uintptr_t up):
     return made(guarded_swiglu_split(_c(c), _t(gate), _t(up)))
+
+
+def swiglu_oai(uintptr_t c, uintptr_t gate, uintptr_t up, float alpha, float limit):
+    return made(guarded_swiglu_oai(_c(c), _t(gate), _t(up), alpha, limit))
 
 
 def geglu_split(uintptr_t c, uintptr_t gate, uintptr_t up):
@@ -521,11 +532,13 @@ def rope_ext(uintptr_t c, uintptr_t a, uintptr_t positions, uintptr_t factors, i
 
 
 def flash_attn_ext(uintptr_t c, uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t mask,
-                   float scale, float max_bias, float softcap):
-    """Attend, with sums in float32."""
+                   float scale, float max_bias, float softcap, uintptr_t sinks=0):
+    """Attend, with sums in float32; `sinks` has a further score of each head, without a value."""
     cdef uintptr_t tensor = made(guarded_flash_attn_ext(_c(c), _t(q), _t(k), _t(v), _t(mask),
                                                         scale, max_bias, softcap))
     ggml_prec_set_acc(_t(tensor), GGML_PREC_F32)
+    if sinks:
+        made(guarded_with_sinks(_t(tensor), _t(sinks)))
     return tensor
 
 

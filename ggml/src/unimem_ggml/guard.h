@@ -94,11 +94,14 @@ BINARY(mul_mat)
 BINARY(swiglu_split)
 BINARY(geglu_split)
 TERNARY(mul_mat_id)
+TERNARY(add_id)
 TERNARY(set_rows)
 GUARDED(new_tensor, (context_t * c, int type, int n, const int64_t *ne),
         (c, (enum ggml_type)type, n, ne))
 GUARDED(rms_norm, (context_t * c, tensor_t *a, float eps), (c, a, eps))
 GUARDED(scale, (context_t * c, tensor_t *a, float s), (c, a, s))
+GUARDED(swiglu_oai, (context_t * c, tensor_t *gate, tensor_t *up, float alpha, float limit),
+        (c, gate, up, alpha, limit))
 GUARDED(clamp, (context_t * c, tensor_t *a, float low, float high), (c, a, low, high))
 GUARDED(argsort_top_k, (context_t * c, tensor_t *a, int k), (c, a, k))
 GUARDED(reshape_2d, (context_t * c, tensor_t *a, int64_t n0, int64_t n1), (c, a, n0, n1))
@@ -124,7 +127,13 @@ GUARDED(flash_attn_ext,
         (c, q, k, v, mask, scale, bias, cap))
 GUARDED(new_graph_custom, (context_t * c, size_t size, bool grads), (c, size, grads))
 
-// Calls without a result: they return the graph.
+// Calls without a result: they return what they change.
+static void *ggml_with_sinks(tensor_t *attended, tensor_t *sinks) {
+    ggml_flash_attn_ext_add_sinks(attended, sinks);
+    return attended;
+}
+GUARDED(with_sinks, (tensor_t * attended, tensor_t *sinks), (attended, sinks))
+
 static void *ggml_expanded(struct ggml_cgraph *graph, tensor_t *tensor) {
     ggml_build_forward_expand(graph, tensor);
     return graph;

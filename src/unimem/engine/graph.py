@@ -25,6 +25,8 @@ __all__ = ["Arrays", "Bringer", "Graph", "Headers", "KVLane", "Mask", "Wave", "W
 
 _WORD = 8
 _ROPE_MODES = {"normal": ggml.ROPE_NORMAL, "neox": ggml.ROPE_NEOX}
+# Of the gate "oai" of a feed-forward network, as in llama.cpp (`build_moe_ffn`).
+_OAI_STEEPNESS, _OAI_LIMIT = 1.702, 7.0
 # The least divisor of the weights of a token's experts: float16's smallest normal number.
 _LEAST_SUM = 2.0**-14
 
@@ -64,7 +66,7 @@ class Bringer(NamedTuple):
 
 
 class Wave(NamedTuple):
-    """What brings the experts of a wave, and the addresses of sizes, uintp [10], that it sets.
+    """What brings the experts of a wave, and the addresses of sizes that it sets, or 0, as uintp.
 
     A wave computes pairs of a token and an expert, and nothing if its nodes have no pairs.
     """
@@ -320,8 +322,7 @@ def _size(tensor: int, dim: int) -> int:
 
 
 def _nodes_of(model: Model, n_waves: int) -> int:
-    n_used = model.experts.n_used if model.experts else 0
-    return nodes_bound(model.dims.num_layers, n_used, n_waves)
+    return nodes_bound(model.dims.num_layers, model.experts, n_waves)
 
 
 class _Builder:
@@ -372,7 +373,7 @@ class _Builder:
                 attended = ggml.get_rows(context, attended, last)
                 x = ggml.get_rows(context, x, last)
             x = self._add_output(x, attended, f"{blk}.post_attention_norm")
-            normed = self._norm(x, f"{blk}.ffn_norm")
+            normed = self._norm(x, f"{blk}.{self._kind.ffn_norm}")
             if self._kind.is_mixture:
                 fed = self._mixture(blk, normed, 1 if layer == n_layers - 1 else n)
             else:
@@ -436,7 +437,7 @@ class _Builder:
         attended = ggml.flash_attn_ext(
             context, ggml.permute(context, q, 0, 2, 1, 3), self._view_cache(part, k_cache),
             self._view_cache(part, v_cache), self.masks[part], self._model.attention_scale,
-            0.0, 0.0,
+            0.0, 0.0, self._weights.get(f"blk.{layer}.attn_sinks.weight", 0),
         )  # fmt: skip
         attended = ggml.reshape_2d(context, self._rotate(attended, "v"), dims.q_size, n)
         return self._linear(attended, f"blk.{layer}.attn_output")
@@ -462,26 +463,37 @@ class _Builder:
     def _feed_forward(self, blk: str, x: int) -> int:
         up = self._linear(x, f"{blk}.ffn_up")
         gate = self._linear(x, f"{blk}.ffn_gate")
-        act = ggml.geglu_split if self._kind.is_gelu else ggml.swiglu_split
-        return self._linear(act(self._context, gate, up), f"{blk}.ffn_down")
+        return self._linear(self._gated(gate, up), f"{blk}.ffn_down")
+
+    def _gated(self, gate: int, up: int) -> int:
+        if self._kind.gate == "oai":
+            return int(ggml.swiglu_oai(self._context, gate, up, _OAI_STEEPNESS, _OAI_LIMIT))
+        act = ggml.geglu_split if self._kind.gate == "gelu" else ggml.swiglu_split
+        return int(act(self._context, gate, up))
 
     def _mixture(self, blk: str, x: int, n: int) -> int:
         """Send each of n tokens through its likeliest experts, and add up their outputs.
 
-        The weights of a token's experts are their probabilities divided by the sum of these.
-        Experts are added in the order of their probabilities, as in llama.cpp (`build_moe_ffn` in
+        The weights of a token's experts are their probabilities divided by the sum of these, or
+        their probabilities among each other, which is the same but for rounding. Experts are added
+        in the order of their probabilities, as in llama.cpp (`build_moe_ffn` in
         ``src/llama-graph.cpp``).
         """
         context, experts = self._context, self._model.experts
         assert experts is not None  # of a mixture
         hidden, n_used = self._model.dims.hidden_size, experts.n_used
-        probabilities = ggml.soft_max(context, self._linear(x, f"{blk}.ffn_gate_inp"))
-        chosen = ggml.argsort_top_k(context, probabilities, n_used)
-        probabilities = ggml.reshape_3d(context, probabilities, 1, experts.n, n)
-        shares = ggml.get_rows(context, probabilities, chosen)
-        shares = ggml.reshape_2d(context, shares, n_used, n)
-        total = ggml.clamp(context, ggml.sum_rows(context, shares), _LEAST_SUM, math.inf)
-        shares = ggml.reshape_3d(context, ggml.div(context, shares, total), 1, n_used, n)
+        scores = self._linear(x, f"{blk}.ffn_gate_inp")
+        if not self._kind.weighs_chosen:
+            scores = ggml.soft_max(context, scores)
+        chosen = ggml.argsort_top_k(context, scores, n_used)
+        scores = ggml.reshape_3d(context, scores, 1, experts.n, n)
+        shares = ggml.reshape_2d(context, ggml.get_rows(context, scores, chosen), n_used, n)
+        if self._kind.weighs_chosen:
+            shares = ggml.soft_max(context, shares)
+        else:
+            total = ggml.clamp(context, ggml.sum_rows(context, shares), _LEAST_SUM, math.inf)
+            shares = ggml.div(context, shares, total)
+        shares = ggml.reshape_3d(context, shares, 1, n_used, n)
         if blk in self._headers.experts:
             # They may replace the numbers of experts by slots; ggml knows no such dependency.
             ggml.expand(self.graph, shares)
@@ -492,7 +504,7 @@ class _Builder:
         )
         outputs = nodes[-1]
         if waves is not None:
-            waves.whole.sizes[:] = [_size(node, 2) for node in nodes]
+            waves.whole.sizes[: len(nodes)] = [_size(node, 2) for node in nodes]
             outputs = self._in_waves(blk, waves, x, chosen, outputs)
         outputs = ggml.mul(context, outputs, shares)
         strides = ggml.Tensor.at(outputs).nb
@@ -507,12 +519,19 @@ class _Builder:
     def _experts(self, blk: str, x: int, chosen: int) -> list[int]:
         """Send tokens through chosen experts; the last of these nodes has their outputs."""
         context = self._context
-        up, gate, down = (
-            self._weights[f"{blk}.ffn_{name}_exps.weight"] for name in ("up", "gate", "down")
-        )
-        nodes = [ggml.mul_mat_id(context, matrix, x, chosen) for matrix in (up, gate)]
-        nodes.append(ggml.swiglu_split(context, nodes[1], nodes[0]))
-        return [*nodes, ggml.mul_mat_id(context, down, nodes[-1], chosen)]
+        nodes: list[int] = []
+
+        def linear(x: int, name: str) -> int:
+            tensor = f"{blk}.ffn_{name}_exps"
+            nodes.append(ggml.mul_mat_id(context, self._weights[f"{tensor}.weight"], x, chosen))
+            if bias := self._weights.get(f"{tensor}.bias"):
+                nodes.append(ggml.add_id(context, nodes[-1], bias, chosen))
+            return nodes[-1]
+
+        up, gate = linear(x, "up"), linear(x, "gate")
+        nodes.append(self._gated(gate, up))
+        linear(nodes[-1], "down")
+        return nodes
 
     def _in_waves(self, blk: str, waves: Waves, x: int, chosen: int, outputs: int) -> int:
         """Compute the pairs of tokens and experts of each wave into the outputs of all at once."""
@@ -531,11 +550,12 @@ class _Builder:
             computed = ggml.reshape_2d(context, nodes[-1], hidden, n_used * n)
             ggml.expand(self.graph, ggml.set_rows(context, flat, computed, rows))
             ones, pairs = (slots, found, computed), (by_pair, *nodes)
-            wave.sizes[:] = [
+            sizes = [
                 *(_size(node, 0) for node in (tokens, rows)),
                 *(_size(node, 1) for node in ones),
                 *(_size(node, 2) for node in pairs),
             ]
+            wave.sizes[: len(sizes)] = sizes
         return int(ggml.view_3d(context, outputs, hidden, n_used, n, row, token, 0))
 
     def _bring(self, bringer: Bringer | None, values: int) -> int:

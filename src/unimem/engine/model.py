@@ -38,6 +38,7 @@ class UnsupportedModel(ValueError):  # noqa: N818 - part of the public interface
 
 # The layers of Gemma 3 27B, by which llama.cpp knows it: its heads are scaled otherwise.
 _LAYERS_OF_27B = 62
+_DEFAULT_BASE = 10000.0  # of the angles of positions
 
 
 @dataclass(frozen=True)
@@ -158,14 +159,20 @@ class Model:
         eps = meta.number("attention.layer_norm_rms_epsilon")
         if not 0 < eps < 1:
             raise UnsupportedModel(f"'{arch}.attention.layer_norm_rms_epsilon' is {eps}")
-        experts = read_experts(meta, dims.num_layers) if family.is_mixture else None
+        experts = None
+        if family.is_mixture:
+            experts = read_experts(meta, dims.num_layers, has_biases=family.has_more_biases)
         _check_tensors(weights, arch, dims, experts)
         rope = _rope(meta, arch, dims)
         sliding = _sliding(meta, arch) if family.slides else None
         sliding_rope = window = None
         if sliding is not None:
-            base = _checked_base(meta, arch, "rope.freq_base_swa")
-            sliding_rope = replace(rope, freq_base=base, freq_scale=1.0)
+            if family.has_sliding_angles:
+                sliding_rope = replace(rope, freq_base=_DEFAULT_BASE, freq_scale=1.0)
+            else:
+                sliding_rope = rope
+            base = _checked_base(meta, arch, "rope.freq_base_swa", sliding_rope.freq_base)
+            sliding_rope = replace(sliding_rope, freq_base=base)
         elif meta.get("attention.sliding_window"):
             window = meta.count("attention.sliding_window")
         return cls(arch, dims, eps, rope, window, sliding, sliding_rope, experts)
@@ -230,7 +237,7 @@ def _rope(meta: ArchMetadata, arch: str, dims: ModelDims) -> Rope:
         raise UnsupportedModel(
             f"rope scaling {kind!r:.60} is not supported; supported are none, linear and yarn"
         )
-    base = _checked_base(meta, arch, "rope.freq_base")
+    base = _checked_base(meta, arch, "rope.freq_base", _DEFAULT_BASE)
     factor = meta.number("rope.scaling.factor", meta.number("rope.scale_linear", 0.0))
     attn_factor = meta.number("rope.scaling.attn_factor", 1.0)
     # The limits keep every power and logarithm below in the range of a float.
@@ -269,9 +276,9 @@ def _sliding(meta: ArchMetadata, arch: str) -> Sliding:
     return Sliding(window, tuple(slides))
 
 
-def _checked_base(meta: ArchMetadata, arch: str, name: str) -> float:
+def _checked_base(meta: ArchMetadata, arch: str, name: str, default: float) -> float:
     """Read the base of the angles, and check that its powers fit in a float."""
-    base = meta.number(name, 10000.0)
+    base = meta.number(name, default)
     if not 1.0 < base < 1e30:
         raise UnsupportedModel(f"'{arch}.{name}' is {base}, not between 1 and 1e+30")
     return base
@@ -293,11 +300,13 @@ def _list_expected(arch: str, dims: ModelDims, experts: Experts | None) -> Itera
     yield _Expected("output_norm.weight", (hidden,))
     if family.has_rope_factors:
         yield _Expected("rope_freqs.weight", (dims.head_dim // 2,), required=False)
-    vectors = {"attn_norm": hidden, "ffn_norm": hidden}
+    vectors = {"attn_norm": hidden, family.ffn_norm: hidden}
     if family.norms_heads:
         vectors |= {"attn_q_norm": dims.head_dim, "attn_k_norm": dims.head_dim}
     if family.norms_outputs:
         vectors |= {"post_attention_norm": hidden, "post_ffw_norm": hidden}
+    if family.has_sinks:
+        vectors["attn_sinks"] = dims.num_attention_heads
     matrices: dict[str, tuple[int, ...]] = {
         "attn_q": (hidden, q),
         "attn_k": (hidden, kv),
@@ -324,9 +333,10 @@ def _list_expected(arch: str, dims: ModelDims, experts: Experts | None) -> Itera
             yield _Expected(f"{blk}.{name}.weight", (size,))
         for name, ne in matrices.items():
             yield _Expected(f"{blk}.{name}.weight", ne)
-            if name in ("attn_q", "attn_k", "attn_v") and family.has_biases is not False:
-                is_there = family.has_biases is True
-                yield _Expected(f"{blk}.{name}.bias", ne[1:], required=is_there)
+            of_heads = name in ("attn_q", "attn_k", "attn_v")
+            has_bias = family.has_biases if of_heads else family.has_more_biases
+            if has_bias is not False:
+                yield _Expected(f"{blk}.{name}.bias", ne[1:], required=has_bias is True)
 
 
 def _check_tensors(weights: Contents, arch: str, dims: ModelDims, experts: Experts | None) -> None:
@@ -351,8 +361,8 @@ def _check_tensors(weights: Contents, arch: str, dims: ModelDims, experts: Exper
             raise UnsupportedModel(
                 f"tensor '{expected.name}' has shape {list(ne)}, expected {list(expected.ne)}"
             )
-        vector = len(expected.ne) == 1
-        allowed = {ggml.F32: "f32"} if vector else ggml.MATMUL_TYPES
+        is_added = len(expected.ne) == 1 or expected.name.endswith(".bias")
+        allowed = {ggml.F32: "f32"} if is_added else ggml.MATMUL_TYPES
         if tensor.ggml_type not in allowed:
             raise UnsupportedModel(
                 f"tensor '{expected.name}' is of type {tensor.type}; supported here: "

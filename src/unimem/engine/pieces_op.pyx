@@ -27,9 +27,10 @@ cdef enum:
     # A batch that uses each expert of a layer this many times on average uses nearly all of them.
     MANY = 4
     UNRANKED = -2
-    # The sizes of nodes that compute experts all at once, and in a wave: see `Waves` in graph.py.
-    WHOLE_SIZES = 4
-    WAVE_SIZES = 10
+    # The most sizes of nodes that compute experts all at once, and in a wave: see `Waves` in
+    # graph.py. Without biases of experts there are fewer.
+    WHOLE_SIZES = 7
+    WAVE_SIZES = 13
 
 
 cdef bint bring(Reading *reading, size_t n) noexcept nogil:
@@ -61,7 +62,8 @@ cdef struct WaveNode:
 cdef void set_sizes(const uintptr_t *sizes, int n, int64_t value) noexcept nogil:
     cdef int i
     for i in range(n):
-        (<int64_t *>sizes[i])[0] = value
+        if sizes[i] != 0:
+            (<int64_t *>sizes[i])[0] = value
 
 
 cdef int32_t chosen_expert(char *header, int64_t i) noexcept nogil:

@@ -60,7 +60,9 @@ def read_pieces(
         if table.has_experts:
             for name in layer:
                 header = ggml.Tensor.at(headers.weights[name])
-                header.nb = *header.nb[:2], stride, stride * header.ne[2]
+                n = len(tensors[name].ne) - 1  # a matrix of each expert, or a row
+                whole = stride * header.ne[n]
+                header.nb = *header.nb[:n], stride, *(whole,) * (3 - n)
             # The last layer needs few.
             after = firsts[i + 1] if i + 2 < len(layers) else -1
             span = first, of_layer[0].n, after

@@ -11,9 +11,9 @@ from unimem.base.arguments import integer
 
 __all__ = ["ModelContents", "ModelDims"]
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3", "qwen3moe")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3", "qwen3moe", "gpt-oss")
 """The architectures that the engine runs."""
-MIXTURES = ("qwen2moe", "qwen3moe")  # besides Mixtral, which is a llama with experts
+MIXTURES = ("qwen2moe", "qwen3moe", "gpt-oss")  # besides Mixtral, which is a llama with experts
 KNOWN = tuple(dict.fromkeys(ARCHITECTURES + MIXTURES))
 """The architectures with known dimensions."""
 # Types that are not quantized, by ggml's names.
@@ -163,7 +163,7 @@ class ModelDims:
         ----------
         weights : Weights
             A model of architecture llama (as are Mixtral and Mistral), qwen2, qwen3, gemma3,
-            qwen2moe or qwen3moe.
+            qwen2moe, qwen3moe or gpt-oss.
 
         Returns
         -------
@@ -257,21 +257,24 @@ class Experts(NamedTuple):
         The number of experts, and how many a token uses.
     size : int
         Values inside one.
+    has_biases : bool
+        Whether their products have biases.
     """
 
     n: int
     n_used: int
     size: int
+    has_biases: bool = False
 
 
-def read_experts(meta: ArchMetadata, n_layers: int) -> Experts:
+def read_experts(meta: ArchMetadata, n_layers: int, *, has_biases: bool) -> Experts:
     """Read the experts of a mixture, which `ModelDims.from_weights` has checked."""
     n_used = meta.count("expert_used_count")
     if meta.is_written("expert_feed_forward_length"):
         size = meta.count("expert_feed_forward_length")
     else:
         size = meta.per_layer("feed_forward_length", n_layers) // n_used
-    return Experts(meta.count("expert_count"), n_used, size)
+    return Experts(meta.count("expert_count"), n_used, size, has_biases)
 
 
 class ArchMetadata:

@@ -356,13 +356,17 @@ FAMILIES: tuple[Family, ...] = (
 
 #: Which values of a head are rotated together: neighbours, or those half a head apart.
 RopeMode: TypeAlias = Literal["normal", "neox"]
+#: What gates a feed-forward network: SiLU; GELU in its form with tanh; or SiLU of values that are
+#: limited, and steeper, as in gpt-oss.
+Gate: TypeAlias = Literal["silu", "gelu", "oai"]
 
 
 @dataclass(frozen=True, slots=True)
 class GraphKind:
     """The features of an architecture's graph. Immutable.
 
-    The source is llama.cpp, build b9190: ``src/models/`` has a file for each.
+    The source is llama.cpp, build b9190, and b11549 for gpt-oss: ``src/models/`` has a file for
+    each.
 
     Attributes
     ----------
@@ -370,6 +374,10 @@ class GraphKind:
         How positions rotate heads.
     has_biases : bool or None
         Whether queries, keys and values have biases; None if only some files have them.
+    has_more_biases : bool
+        Whether the output of attention, the router and the experts have biases too.
+    has_sinks : bool
+        Whether each head has a score, without a value, beside those of the tokens that it sees.
     has_rope_factors : bool
         Whether a file may have a factor for each angle.
     norms_heads : bool
@@ -378,23 +386,34 @@ class GraphKind:
         Whether the outputs of attention and of the feed-forward network are normed.
     scales_embedding : bool
         Whether embeddings are multiplied by the root of their size.
-    is_gelu : bool
-        Whether GELU, in its form with tanh, gates the feed-forward network, instead of SiLU.
+    ffn_norm : str
+        The name of the norm before the feed-forward network.
+    gate : Gate
+        What gates the feed-forward network.
     is_mixture : bool
         Whether it has experts.
+    weighs_chosen : bool
+        Whether the scores of the chosen experts become probabilities, instead of those of all.
     slides : bool
         Whether attention slides in some layers and not in others.
+    has_sliding_angles : bool
+        Whether layers that slide have angles of their own, if the file does not say it.
     """
 
     rope: RopeMode
     has_biases: bool | None = False
+    has_more_biases: bool = False
+    has_sinks: bool = False
     has_rope_factors: bool = False
     norms_heads: bool = False
     norms_outputs: bool = False
     scales_embedding: bool = False
-    is_gelu: bool = False
+    ffn_norm: str = "ffn_norm"
+    gate: Gate = "silu"
     is_mixture: bool = False
+    weighs_chosen: bool = False
     slides: bool = False
+    has_sliding_angles: bool = False
 
 
 GRAPH_KINDS = {
@@ -402,8 +421,11 @@ GRAPH_KINDS = {
     "qwen2": GraphKind("neox", has_biases=True),
     "qwen3": GraphKind("neox", has_biases=None, norms_heads=True),
     "gemma3": GraphKind("neox", norms_heads=True, norms_outputs=True, scales_embedding=True,
-                        is_gelu=True, slides=True),
+                        gate="gelu", slides=True, has_sliding_angles=True),
     "qwen3moe": GraphKind("neox", norms_heads=True, is_mixture=True),
+    "gpt-oss": GraphKind("neox", has_biases=True, has_more_biases=True, has_sinks=True,
+                         ffn_norm="post_attention_norm", gate="oai", is_mixture=True,
+                         weighs_chosen=True, slides=True),
 }  # fmt: skip
 """The graphs of the architectures that the engine runs: `dims.ARCHITECTURES`."""
 

@@ -204,7 +204,8 @@ def _with_dims(
     try:
         dims = ModelDims.from_weights(weights)
         if is_run and is_mixture:
-            experts = read_experts(meta, dims.num_layers)
+            has_biases = families.GRAPH_KINDS[arch].has_more_biases
+            experts = read_experts(meta, dims.num_layers, has_biases=has_biases)
     except ValueError as error:
         why = str(error) if arch in KNOWN else _RUNTIMES.format(arch)
         return replace(shape, unknown=tuple(unknown), no_scratch=f"the scratch: {why}")

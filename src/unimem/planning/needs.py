@@ -548,16 +548,19 @@ def token_bytes(ctx: int, batch: int | None = None, n_parts: int = 1) -> int:
     return n * (4 + 4 + 8 * n_parts) + 4 + 4 * ctx
 
 
-def nodes_bound(n_layers: int, n_used: int = 0, waves: int = 0) -> int:
+def nodes_bound(n_layers: int, experts: Experts | None = None, waves: int = 0) -> int:
     """Bound the headers of tensors in a graph of the engine: inputs, nodes and views.
 
     A layer has 28, and four more for rotated heads, up to three for biases, and four each for norms
     of queries and keys, and behind attention and the network. The network of a mixture, whose
-    tokens use `n_used` experts, has two for each of these and 15 more; and in waves two, and 12 for
-    each wave.
+    tokens use some `experts`, has two for each of these and 15 more; and in waves two, and 12 for
+    each wave, or 15 if experts have biases. Those with biases have no norms of queries and keys.
     """
-    mixture = 15 + 2 * n_used if n_used else 0
-    return (40 + mixture + (2 + 12 * waves if waves else 0)) * n_layers + 16
+    if experts is None:
+        return 40 * n_layers + 16
+    each = 15 if experts.has_biases else 12
+    mixture = 15 + 2 * experts.n_used + (2 + each * waves if waves else 0)
+    return (40 + mixture) * n_layers + 16
 
 
 def default_threads(weight_bytes: int, most: int) -> int:
@@ -606,10 +609,12 @@ def scratch_parts(
     n = prompt_batch(ctx, is_streamed=most_slots is not None)
     hidden, q, inner = dims.hidden_size, dims.q_size, dims.intermediate_size
     n_experts, n_used = (experts.n, experts.n_used) if experts else (0, 0)
-    nodes = nodes_bound(dims.num_layers, n_used)
+    nodes = nodes_bound(dims.num_layers, experts)
     waves = n_waves(experts) if experts and most_slots else 0
-    nodes += nodes_bound(dims.num_layers, n_used, waves)
-    headers = _HEADER_BYTES * (18 * dims.num_layers + 8)  # weights, and both parts of the cache
+    nodes += nodes_bound(dims.num_layers, experts, waves)
+    # Of weights, and both parts of the cache.
+    has_biases = experts is not None and experts.has_biases
+    headers = _HEADER_BYTES * ((21 if has_biases else 18) * dims.num_layers + 8)
     graphs = nodes * (_HEADER_BYTES + _NODE_BYTES) + 2 * 4096
     # The residual, the normed input, three wide values at once, and a gap that is too narrow.
     wide = 3 * max(inner, q)
@@ -619,6 +624,8 @@ def scratch_parts(
         wide = max(3 * q, 3 * inner + outputs, inner + 2 * outputs)
         if waves:  # a wave has inputs for each of its outputs, which are put among all outputs
             wide = max(wide, 3 * inner + 2 * outputs)
+        if experts.has_biases:  # a product outlives its sum with a bias by a node
+            wide = max(wide, max(4 * inner, 3 * outputs) + (outputs if waves else 0))
         wide += 3 * n_experts + 2 * n_used
     values = 4 * n * (3 * hidden + wide) + 64 * _ALIGN
     # A batch of inputs in 16 bits, and a tile of a matrix for each thread; or, for each thread,

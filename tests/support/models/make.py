@@ -20,9 +20,27 @@ from unimem_bench import models as bench
 Shape = bench.ModelShape
 FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}
 
+OAI_SCALING: dict[str, Any] = {"type": "yarn", "factor": 32.0, "original_context_length": 256}
+
 TINY = Shape(hidden=64, layers=2, heads=4, kv_heads=2, inner=128, vocab=320, ctx=600)
 SMALL = Shape(hidden=256, layers=4, heads=8, kv_heads=2, inner=768, vocab=1024, ctx=1024)
 SHAPES = {"tiny": TINY, "small": SMALL, "1.1b": bench.SHAPES["1.1b"], "wide": bench.SHAPES["wide"]}
+
+
+def own_metadata(arch: str, shape: Shape, experts: tuple[int, int] | None) -> dict[str, Any]:
+    """Return what the metadata of an architecture have beside those of a llama."""
+    own: dict[str, Any] = {}
+    if arch in ("qwen3", "gemma3", "qwen3moe", "gpt-oss"):
+        own = {"attention.key_length": shape.head, "attention.value_length": shape.head}
+    if arch == "gemma3":
+        own |= {"attention.sliding_window": 48, "rope.freq_base": 1e6}
+    if arch == "gpt-oss":
+        own |= {"attention.sliding_window": 48, "rope.freq_base": 150000.0}
+        own |= {f"rope.scaling.{name}": value for name, value in OAI_SCALING.items()}
+    if experts is not None:
+        own |= {"expert_count": experts[0], "expert_used_count": experts[1]}
+        own |= {"expert_feed_forward_length": shape.inner}
+    return own
 
 
 def write_model(
@@ -44,8 +62,9 @@ def write_model(
 ) -> Path:
     """Write a model.
 
-    A gemma3 slides over 48 tokens where `metadata` says nothing else. Of a qwen3moe, `experts` says
-    how many there are, and how many a token uses; `inner` of the shape is inside of one.
+    A gemma3 or gpt-oss slides over 48 tokens where `metadata` says nothing else. Of a mixture,
+    `experts` says how many there are, and how many a token uses; `inner` of the shape is inside of
+    one. A gpt-oss has positions beyond 256 by YaRN.
 
     `metadata` adds keys (without the architecture's prefix) or replaces them. `gain` is what a
     block adds, beside what it adds it to. Quantizing activations turns a difference of one bit
@@ -55,14 +74,8 @@ def write_model(
     """
     rng = np.random.default_rng(seed)
     w = gguf.GGUFWriter(path, arch)
-    own: dict[str, Any] = {}
-    if arch in ("qwen3", "gemma3", "qwen3moe"):
-        own = {"attention.key_length": shape.head, "attention.value_length": shape.head}
-    if arch == "gemma3":
-        own |= {"attention.sliding_window": 48, "rope.freq_base": 1e6}
-    if arch == "qwen3moe":
-        own |= {"expert_count": experts[0], "expert_used_count": experts[1]}
-        own |= {"expert_feed_forward_length": shape.inner}
+    is_mixture, is_oai = arch in ("qwen3moe", "gpt-oss"), arch == "gpt-oss"
+    own = own_metadata(arch, shape, experts if is_mixture else None)
     bench.add_metadata(w, shape, own | (metadata or {}))
     w.add_file_type(FILE_TYPES.get(kind, 0))
     bench.add_tokenizer(w, shape.vocab, eos)
@@ -108,7 +121,7 @@ def write_model(
                 w.add_tensor(name, data.reshape(*dims, -1), raw_dtype=number)
         return values
 
-    def vector(name: str, n: int, mean: float, std: float) -> None:
+    def vector(name: str, n: int | tuple[int, ...], mean: float, std: float) -> None:
         w.add_tensor(name, (mean + std * rng.standard_normal(n)).astype(np.float32))
 
     hidden, std = shape.hidden, shape.hidden**-0.5
@@ -125,15 +138,26 @@ def write_model(
         vector(f"{blk}.attn_norm.weight", hidden, 1, 0.1)
         for name, n_out, scale in (("attn_q", q, 1.5), ("attn_k", kv, 1.5), ("attn_v", kv, 1)):
             matrix(f"{blk}.{name}.weight", n_out, hidden, std * scale)
-            if bias or arch == "qwen2":
+            if bias or is_oai or arch == "qwen2":
                 vector(f"{blk}.{name}.bias", n_out, 0, 0.2)
         if arch in ("qwen3", "gemma3", "qwen3moe"):
             vector(f"{blk}.attn_q_norm.weight", shape.head, 1, 0.1)
             vector(f"{blk}.attn_k_norm.weight", shape.head, 1, 0.1)
         matrix(f"{blk}.attn_output.weight", hidden, q, q**-0.5 * gain)
-        vector(f"{blk}.ffn_norm.weight", hidden, 1, 0.1)
+        if is_oai:
+            for name, dims, mean, scale in (
+                ("attn_sinks.weight", (shape.heads,), 1, 1),
+                ("attn_output.bias", (hidden,), 0, 0.2 * gain),
+                ("ffn_gate_inp.bias", experts[:1], 0, 0.2),
+                ("ffn_gate_exps.bias", (experts[0], shape.inner), 0, 0.2),
+                ("ffn_up_exps.bias", (experts[0], shape.inner), 0, 0.2),
+                ("ffn_down_exps.bias", (experts[0], hidden), 0, 0.2 * gain),
+            ):
+                vector(f"{blk}.{name}", dims, mean, scale)
+        ffn_norm = "post_attention_norm" if is_oai else "ffn_norm"
+        vector(f"{blk}.{ffn_norm}.weight", hidden, 1, 0.1)
         # Rounding must not change which experts are chosen.
-        n, exps = (experts[0], "_exps") if arch == "qwen3moe" else (None, "")
+        n, exps = (experts[0], "_exps") if is_mixture else (None, "")
         if n is not None:
             router = 4 * std * rng.standard_normal((n, hidden), dtype=np.float32)
             w.add_tensor(f"{blk}.ffn_gate_inp.weight", router)
