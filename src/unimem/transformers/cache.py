@@ -592,13 +592,13 @@ class KVCache(Cache):  # type: ignore[misc]
         Returns
         -------
         int
-            How many first tokens of this conversation the store has now.
+            How many first tokens of this conversation the store has now. Behind a full window,
+            the last chunk counts if `spare_rows` still keeps the window before its end.
 
         Raises
         ------
         ValueError, TypeError
-            No model, no store, no ids of one stream; a cache of several streams; or a window that
-            has dropped first tokens: put them before it is full.
+            No model, no store, no ids of one stream; or a cache of several streams.
         RuntimeError
             Some layers lack tokens.
         OSError, ClosedError
