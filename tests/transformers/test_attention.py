@@ -105,6 +105,15 @@ def test_sinks_and_caps_are_those_of_the_model(
     assert torch.allclose(got, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("given", [{}, {"softcap": 1e6}])
+def test_the_last_of_many_tokens_without_a_mask_are_causal(given: dict[str, Any]) -> None:
+    """Gemma 4 computes its last layers for the last tokens of a prompt only."""
+    query, key, value = torch.randn(3, 1, 4, 9, 16).unbind()
+    got, _ = packed_attention(Module(2), query[:, :, 6:], key[:, :2], value[:, :2], None, **given)
+    expected, _ = packed_attention(Module(2), query, key[:, :2], value[:, :2], None, **given)
+    assert torch.allclose(got, expected[:, 6:], atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["s_aux", "softcap"])
 def test_many_tokens_without_a_mask_are_causal(name: str) -> None:
     query, key, value = torch.randn(3, 1, 4, 6, 16).unbind()

@@ -228,8 +228,8 @@ def test_wrong_tokens_change_nothing(wrong: str) -> None:
 
 
 def test_unsupported_models_and_options_are_named() -> None:
-    with pytest.raises(NotImplementedError, match="has indexed_attention: use transformers' Dy"):
-        KVCache(tiny.config("llama", layer_types=["indexed_attention"] * 3))
+    with pytest.raises(NotImplementedError, match="has compressed_sparse_attention: use trans"):
+        KVCache(tiny.config("llama", layer_types=["compressed_sparse_attention"] * 3))
     for options, error in (
         ({"max_seq_len": 0}, ValueError),
         ({"dtype": "int8"}, ValueError),

@@ -16,6 +16,7 @@ pytest.importorskip("transformers.cache_utils", reason="the extra transformers")
 import torch
 
 from support.models import tiny_transformers as tiny
+from support.models.architectures import CACHE
 from support.project.checkout import ROOT
 
 pytestmark = pytest.mark.slow
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.slow
 N = 6
 
 
+@pytest.mark.skipif(CACHE != "cache", reason="the example names the cache as the newest does")
 def test_a_chat_goes_on_after_a_restart(tmp_path: Path) -> None:
     model, tokenizer = tiny.model("llama"), tiny.tokenizer()
     for part in (model, tokenizer):

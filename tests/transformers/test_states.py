@@ -16,7 +16,6 @@ import transformers
 
 import unimem as um
 from support.models import architectures
-from support.models.architectures import CACHE
 from unimem.transformers import KVCache
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("gives_memory_back")]
@@ -26,7 +25,7 @@ NAMES = "bamba falcon_h1 falcon_mamba jamba kimi_linear lfm2 mamba mamba2 qwen3_
 
 def generated(model: Any, cache: Any, **options: Any) -> Any:
     ids = architectures.ids(2, 12)
-    given = {CACHE: cache} if cache is not None else {"use_cache": False}
+    given = {architectures.cache_name(model): cache}
     more = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     return model.generate(ids, **given, **more, **options).tolist()
 

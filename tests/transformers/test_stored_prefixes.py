@@ -123,11 +123,50 @@ def test_foreign_prefixes_are_refused_or_not_found(store: um.KVStore) -> None:
         talk(model, cache, tiny.prompts(2, N))
         with pytest.raises(ValueError, match="one stream, got one of batch=2"):
             cache.put_into(store, ids)
-    windowed = tiny.model("mistral")
-    with KVCache.for_model(windowed, spare_rows=0) as cache:
-        talk(windowed, cache, ids)
-        with pytest.raises(ValueError, match="before its window is full"):
-            cache.put_into(store, ids)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma"])
+def test_full_windows_are_put_while_their_rows_pass(kind: str, store: um.KVStore) -> None:
+    """A ring here has 128 rows, so the windows before the ends of its last chunks are there."""
+    model, ids = tiny.model(kind), tiny.prompts(1, 200)
+    with KVCache.for_model(model, spare_rows=0) as cache:
+        expected = talk(model, cache, ids).tolist()
+        assert (cache.caches[0].n_rows, cache.caches[0].seq_len) == (128, tiny.WINDOW)
+        assert cache.put_into(store, expected[0]) == 192
+    other = torch.cat([ids[:, :150], tiny.prompts(1, 12, seed=5)], 1)
+    early = torch.cat([ids[:, :90], tiny.prompts(1, 12, seed=5)], 1)
+    for given, n in ((ids, 192), (other, 144), (early, 0)):
+        with KVCache.for_model(model) as cache:
+            answer = talk(model, cache, given).tolist()
+        with KVCache.for_model(model) as cache:
+            assert cache.restore_from(store, given) == n == cache.get_seq_length()
+            assert talk(model, cache, given).tolist() == answer
+    assert expected[0][:200] == ids[0].tolist()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_another_adapter_finds_no_prefix(store: um.KVStore) -> None:
+    peft = pytest.importorskip("peft", reason="PEFT makes adapters")
+    model = tiny.model.__wrapped__("llama")
+    config = peft.LoraConfig(init_lora_weights=False, target_modules=["q_proj", "v_proj"])
+    model = peft.get_peft_model(model, config, "one")
+    model.add_adapter("two", config)
+    ids = tiny.prompts(1, N)
+
+    def known() -> int:
+        with KVCache.for_model(model.base_model.model) as cache:
+            return cache.restore_from(store, ids)
+
+    with KVCache.for_model(model.base_model.model) as cache:
+        talk(model, cache, ids)
+        assert cache.put_into(store, ids) == 32
+    assert known() == 32
+    model.set_adapter("two")
+    assert known() == 0
+    with model.disable_adapter():
+        assert known() == 0
+    model.set_adapter("one")
+    assert known() == 32
 
 
 def test_an_interrupted_prompt_leaves_no_token(store: um.KVStore) -> None:

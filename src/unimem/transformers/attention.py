@@ -80,8 +80,8 @@ def packed_attention(
     batch, heads, n, dim = query.shape
     kv_heads, mask = key.shape[1], attention_mask
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if mask is None and n > 1 and is_causal and not (sinks is cap is indices is None):
-        mask = torch.ones(n, key.shape[2], dtype=torch.bool, device=key.device).tril()[None, None]
+    plain = key.shape[2] == n and sinks is cap is indices is None
+    mask = _causal(n, key) if mask is None and n > 1 and is_causal and not plain else mask
     if indices is not None:
         chosen = torch.zeros(batch, 1, n, key.shape[2], dtype=torch.bool, device=key.device)
         mask = _masked(mask, chosen.scatter(-1, indices.long()[:, None], True))
@@ -125,6 +125,13 @@ def packed_attention(
     )
     output = output.reshape(batch, heads, n, value.shape[-1])
     return output.transpose(1, 2).contiguous(), None
+
+
+def _causal(n: int, key: torch.Tensor) -> torch.Tensor:
+    """Return the mask of the last n tokens, which Gemma 4 computes; torch's is of the first."""
+    tokens = key.shape[2]
+    mask = torch.ones(n, tokens, dtype=torch.bool, device=key.device)
+    return mask.tril(tokens - n)[None, None]
 
 
 def _masked(mask: torch.Tensor | None, chosen: torch.Tensor) -> torch.Tensor:

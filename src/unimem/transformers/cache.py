@@ -27,6 +27,7 @@ from unimem.kv.cache.cache import KVCache as CoreCache
 from unimem.kv.store.store import KVStore
 from unimem.system.placement import PlacementOptions, check_placement
 from unimem.transformers import sessions, stored_prefixes
+from unimem.transformers.indexed import IndexedLayer
 from unimem.transformers.layers import CacheOptions, Group, Layer
 from unimem.transformers.model_name import model_name
 from unimem.transformers.states import StateLayer, TokensAndStates
@@ -34,13 +35,14 @@ from unimem.transformers.states import StateLayer, TokensAndStates
 __all__ = ["KVCache"]
 
 # Layers that attend to chunks are cached like those of a window: only the mask differs.
-_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+_INDEXED = "indexed_attention"
+_KINDS = ("full_attention", "sliding_attention", "chunked_attention", _INDEXED)
 _STATES = ("conv", "linear_attention")
 _BOTH = ("hybrid", "hybrid_sliding")
 _NONE = "dummy"  # a layer without keys of its own
 _CACHE_NAMES = {"cache", "cache_params", "past_key_values"}
-# Models with caches of their own, or without any.
-_OTHER_MODELS = ("reformer", "rwkv", "xlm", "xlnet", "xlstm")
+# Models with caches of their own, or without any; that of Qwen 4 keeps positions beside keys.
+_OTHER_MODELS = ("qwen4_exp qwen4_exp_text recurrent_gemma reformer rwkv xlm xlnet xlstm").split()
 
 
 class _Kept(NamedTuple):
@@ -49,6 +51,7 @@ class _Kept(NamedTuple):
     tokens: bool
     window: int | None
     n_states: int
+    indexed: bool = False
 
 
 def _kept(config: PreTrainedConfig) -> list[_Kept]:
@@ -72,7 +75,12 @@ def _kept(config: PreTrainedConfig) -> list[_Kept]:
             f"{config.model_type} has {', '.join(unknown)}: use transformers' DynamicCache"
         )
     return [
-        _Kept(kind in _KINDS + _BOTH, given.get("sliding_window"), given.get("number_of_states", 0))
+        _Kept(
+            kind in _KINDS + _BOTH,
+            given.get("sliding_window"),
+            given.get("number_of_states", 0),
+            kind == _INDEXED,
+        )
         for kind, given in zip(kinds, options, strict=True)
     ]
 
@@ -153,6 +161,11 @@ class KVCache(Cache):  # type: ignore[misc]
         text = config.get_text_config(decoder=True)
         kept = _kept(text)
         check_placement("KVCache", placement)
+        if budget_bytes is not None and any(one.indexed for one in kept):
+            raise NotImplementedError(
+                f"budget_bytes: expected None, since {text.model_type} has indexers, whose keys "
+                f"grow beside the tokens, got {budget_bytes}"
+            )
         least = getattr(text, "max_position_embeddings", None)
         if max_seq_len is None and not grow and least is None:
             raise ValueError(
@@ -189,7 +202,7 @@ class KVCache(Cache):  # type: ignore[misc]
         number = group.add()
         if kept.n_states:
             return TokensAndStates(kept.n_states, self, group, number)
-        return Layer(self, group, number)
+        return (IndexedLayer if kept.indexed else Layer)(self, group, number)
 
     @classmethod
     def for_model(
@@ -265,8 +278,6 @@ class KVCache(Cache):  # type: ignore[misc]
                 "KVCache.crop: expected minus the number of tokens to drop, got "
                 f"{tokens_to_remove}: crop(-n) drops the last n"
             )
-        if n > length:
-            raise ValueError(f"KVCache.crop: expected at most {length} tokens to drop, got {n}")
         states = [layer for layer in self._states() if layer.record_past]
         if n:
             self._check_whole("crop")
@@ -275,6 +286,8 @@ class KVCache(Cache):  # type: ignore[misc]
                     f"KVCache.crop: the last {n} tokens cannot be dropped, since layers have "
                     "states that do not go back: reset(), and compute them anew"
                 )
+            if self._groups and n > length:
+                raise ValueError(f"KVCache.crop: expected at most {length} tokens to drop, got {n}")
             self._crop([n] * len(self._groups))
         for layer in states:
             if layer.is_croppable:
@@ -417,16 +430,24 @@ class KVCache(Cache):  # type: ignore[misc]
         other.__dict__.update(self.__dict__)
         groups = {group: Group(group.window, group.options) for group in self._groups}
         other._groups = list(groups.values())
-        by_window = {group.window: group for group in other._groups}
+        by_window = {
+            layer.group.window: groups[layer.group]
+            for layer in self.layers
+            if isinstance(layer, Layer)
+        }
         kept = [
             _Kept(
                 isinstance(layer, Layer),
                 layer.group.window if isinstance(layer, Layer) else None,
                 layer.number_of_states if isinstance(layer, StateLayer) else 0,
+                isinstance(layer, IndexedLayer),
             )
             for layer in self.layers
         ]
         other.layers = [other._layer(one, by_window) for one in kept]
+        for layer, like in zip(other.layers, self.layers, strict=True):
+            if isinstance(like, IndexedLayer) and like.indexer is not None:
+                layer.index_with(groups[like.indexer.group])
         try:
             for old, new in groups.items():
                 if old.kv is not None:
@@ -477,10 +498,10 @@ class KVCache(Cache):  # type: ignore[misc]
         sessions.save(self._groups, path, tokens, model_name(known))
 
     def _check_stateless(self, call: str) -> None:
-        if self._states():
+        if self._states() or any(isinstance(layer, IndexedLayer) for layer in self.layers):
             raise NotImplementedError(
-                f"KVCache.{call}: expected layers of keys and values only, got layers with states, "
-                "which no file keeps yet: compute the tokens anew"
+                f"KVCache.{call}: expected layers of keys and values only, got layers with states "
+                "or an indexer, which no file keeps yet: compute the tokens anew"
             )
 
     def _known_model(self, model: PreTrainedModel | None, call: str) -> PreTrainedModel:
@@ -571,13 +592,13 @@ class KVCache(Cache):  # type: ignore[misc]
         Returns
         -------
         int
-            How many first tokens of this conversation the store has now.
+            How many first tokens of this conversation the store has now. Behind a full window,
+            the last chunk counts if `spare_rows` still keeps the window before its end.
 
         Raises
         ------
         ValueError, TypeError
-            No model, no store, no ids of one stream; a cache of several streams; or a window that
-            has dropped first tokens: put them before it is full.
+            No model, no store, no ids of one stream; or a cache of several streams.
         RuntimeError
             Some layers lack tokens.
         OSError, ClosedError

@@ -56,13 +56,17 @@ def put(groups: Sequence[Group], store: KVStore, ids: Ids, model: str) -> int:
 
 def restore(groups: Sequence[Group], store: KVStore, ids: Ids, model: str) -> int:
     """Restore first tokens into the cleared caches of all groups; return how many all have."""
-    known = [store.longest(ids, model=_name(model, group), kv=group.require()) for group in groups]
-    ids = ids[: min(known)]
-    n = min(store.restore_into(group.require(), ids, model=_name(model, group)) for group in groups)
+    n, found = len(ids), -1
+    while n != found:  # a window has only the rows before some ends, and a chunk may be damaged
+        found = n
+        caches = [(group.require(), _name(model, group)) for group in groups]
+        n = min(store.longest(ids[:n], model=name, kv=kv) for kv, name in caches)
+        if n == found:
+            for kv, _ in caches:
+                kv.clear()
+            n = min(store.restore_into(kv, ids[:n], model=name) for kv, name in caches)
     for group in groups:
-        kv = group.require()
-        kv.crop(n)  # a chunk of another kind was damaged
-        group.adopt(kv)
+        group.adopt(group.require())
     return n
 
 

@@ -114,8 +114,12 @@ class _CacheRows:
                     group = self._lanes[windows.index(place.kind.window)]
                     group += _lanes_of(of_kind[place.kind], place.number)
         else:
-            dims = kv.n_layers, kv.n_kv_heads, kv.head_dim
-            self.kind = EqualLayers(*dims, kv.dtype, kv.v_dtype, rotation, kv.v_head_dim)
+            dims, types = (kv.n_kv_heads, kv.head_dim), (kv.dtype, kv.v_dtype)
+            if kv.window is None:
+                self.kind = EqualLayers(kv.n_layers, *dims, *types, rotation, kv.v_head_dim)
+            else:
+                layer = LayerRows(*dims, *types, kv.window, v_head_dim=kv.v_head_dim)
+                self.kind = MixedLayers((layer,) * kv.n_layers, rotation)
             self._parts = (kv,)
             self._lanes = [[lane for i in range(kv.n_layers) for lane in _lanes_of(kv, i)]]
 
@@ -125,11 +129,14 @@ class _CacheRows:
     def check_source(self) -> int:
         kv = self._kv
         kv.crop(kv.seq_len)  # drops nothing, and refuses reserved rows and unequal layers
-        dropped = kv._first if isinstance(kv, LayeredKVCache) else kv.next_position - kv.seq_len
+        if isinstance(kv, LayeredKVCache):
+            dropped = kv._first
+        else:  # a ring drops tokens all the time, and has those that count
+            dropped = 0 if kv.window else kv.next_position - kv.seq_len
         if dropped:
             raise ValueError(
                 f"kv: expected a cache that holds its first tokens, got one in which {dropped} "
-                "were dropped: put it before it is trimmed, or before its window is full"
+                "were dropped: put it before it is trimmed"
             )
         return kv.next_position
 
@@ -156,9 +163,8 @@ class _CacheRows:
                 f"kv: expected a cleared cache, got one at position {kv.next_position}: call "
                 "clear() first"
             )
-        is_mixed = isinstance(kv, LayeredKVCache)
-        # Windows of a cache whose layers differ take any number of tokens.
-        parts = [part for part in self._parts if not (is_mixed and part.window)]
+        # Windows take any number of tokens.
+        parts = [part for part in self._parts if not part.window]
         return 0, min(map(_most_tokens, parts), default=sys.maxsize)
 
     def begin(self, n: int) -> None:
@@ -198,8 +204,8 @@ def _rows_kind(number: int, layer: Layer) -> LayerRows:
 
 def _most_tokens(part: OneKindCache) -> int:
     """Return how many tokens a cache or a part can take from position 0 on."""
-    if part.window is not None or part.grow:
-        return part.window or part.max_seq_len
+    if part.grow:
+        return part.max_seq_len
     return min(part.max_seq_len, part.n_rows)  # a budget_bytes may leave fewer rows
 
 
