@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+from ctypes.util import find_library
 from pathlib import Path
 
 import pytest
@@ -96,3 +98,31 @@ def test_a_handler_of_a_signal_ends_the_program_anywhere(programs: Path, tmp_pat
 
 def test_a_handler_of_a_signal_allocates_anywhere(programs: Path) -> None:
     assert attack(programs, "allocate_in_handlers").returncode == 0
+
+
+# ---- the whole family, at random ----------------------------------------------------------------
+
+# Allocators of others, where they are installed; UNIMEM_EXEC_ALLOCATORS names further files.
+OTHERS = [name for name in map(find_library, ("jemalloc", "mimalloc", "tcmalloc_minimal")) if name]
+OTHERS += os.environ.get("UNIMEM_EXEC_ALLOCATORS", "").split()
+
+
+@pytest.mark.parametrize("beside", ["", *OTHERS])
+def test_all_functions_are_called_at_random(tmp_path: Path, beside: str) -> None:
+    """UNIMEM_EXEC_CALLS=100000000 makes that number of calls beside each allocator."""
+    program = tmp_path / "family"
+    run(tool("g++"), "-std=c++17", "-O1", "-fno-builtin", "-o", program, FOLDER / "family.cpp")
+    n_calls = os.environ.get("UNIMEM_EXEC_CALLS", "20000")
+    words = [sys.executable, "-c", MAIN, "exec", "--min-bytes", "65536", "--", program, n_calls]
+    done = subprocess.run(
+        words,
+        env=os.environ | {"LD_PRELOAD": beside},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    n, n_large, n_placed = map(int, done.stdout.split())
+    assert n_large > n / 2
+    assert n_placed < 0.1 * n_large if beside else n_placed > 0.99 * n_large
+    assert done.stderr.count("has an allocator of its own") == (beside != "")
