@@ -168,8 +168,8 @@ void um__table_in_child(void);
 
 /* These want the lock, unless they say otherwise. */
 
-/* Enters a mapping, in the place of those of mmap's kind that went unseen. Returns false if there is
- * no room. */
+/* Enters a mapping, in the place of those of mmap's kind that went unseen. Returns false if there
+ * is no room. */
 bool um__table_add(um__record record);
 /* Removes the mapping of malloc's kind that begins at an address. */
 bool um__table_remove(void *address, um__record *out);

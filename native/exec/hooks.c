@@ -192,8 +192,8 @@ static void begin(void) {
     um__next_now = found;
 }
 
-/* Registers the table's lock once, before anyone else registers a handler: it is taken last before a
- * fork, and given back first. Other handlers may allocate, and wait for threads that do. */
+/* Registers the table's lock once, before anyone else registers a handler: it is taken last before
+ * a fork, and given back first. Other handlers may allocate, and wait for threads that do. */
 static void guard_forks(void) {
     static bool is_guarded;
     begin();

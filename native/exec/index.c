@@ -1,5 +1,5 @@
-/* The index of the table: records in the order of their addresses, as a treap. A number is that of a
- * record, and one; 0 is none. A record keeps its address and size while it is in the index. */
+/* The index of the table: records in the order of their addresses, as a treap. A number is that of
+ * a record, and one; 0 is none. A record keeps its address and size while it is in the index. */
 #include "exec.h"
 
 #include <sys/mman.h>

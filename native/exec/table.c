@@ -234,7 +234,7 @@ static um__record *overlapping(uintptr_t *at, uintptr_t end) {
     return &records[number - 1];
 }
 
-/* Cuts a range out of the records of mmap's kind that it overlaps, and adds a state to the others. */
+/* Cuts a range out of the records of mmap's kind that it overlaps; adds a state to the others. */
 static void cut(uintptr_t start, uintptr_t end, uint32_t state) {
     um__record *record;
     for (uintptr_t at = start; (record = overlapping(&at, end)) != NULL;) {

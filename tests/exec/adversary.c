@@ -1,5 +1,5 @@
-/* What an adversary did to a program under `unimem exec`, a case a word: it prints what is wrong, and
- * ends with 0 if nothing is. */
+/* What an adversary did to a program under `unimem exec`, a case a word: it prints what is wrong,
+ * and ends with 0 if nothing is. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>

@@ -1,5 +1,5 @@
-/* An allocator with four functions only, as Electric Fence has hardly more: nothing of the C library
- * may see its memory. `raises` makes malloc raise a signal. */
+/* An allocator with four functions only, as Electric Fence has hardly more: nothing of the C
+ * library may see its memory. `raises` makes malloc raise a signal. */
 #include <signal.h>
 #include <stddef.h>
 #include <stdint.h>

@@ -1,6 +1,6 @@
-// Calls all functions of an allocator at random, more than half of them for 64 KiB or more, and looks at what
-// the memory holds: family CALLS. Prints how many were made, how many of them had memory that large,
-// and how many of those at a multiple of 2 MiB, as placed memory is.
+// Calls all functions of an allocator at random, more than half of them for 64 KiB or more, and
+// looks at what the memory holds: family CALLS. Prints how many were made, how many of them had
+// memory that large, and how many of those at a multiple of 2 MiB, as placed memory is.
 #include <malloc.h>
 
 #include <cstdint>
@@ -91,8 +91,10 @@ void *take(slot &own) {
     case 5:
         return memalign(own.align, n);
     case 6:
-        own.nbytes = n = (n / own.align + 2) * own.align; // mimalloc 2.0 fails for one
-        return aligned_alloc(own.align, n);
+        own.nbytes = n = (n / own.align + 2) * own.align;
+        aligned = aligned_alloc(own.align, n);
+        own.align = mallocx == nullptr ? 16 : own.align; // mimalloc 2.0 misaligns some
+        return aligned;
     case 7:
         own.align = 4096;
         return valloc(n);

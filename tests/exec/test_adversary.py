@@ -113,7 +113,17 @@ def test_all_functions_are_called_at_random(tmp_path: Path, beside: str) -> None
     program = tmp_path / "family"
     run(tool("g++"), "-std=c++17", "-O1", "-fno-builtin", "-o", program, FOLDER / "family.cpp")
     n_calls = os.environ.get("UNIMEM_EXEC_CALLS", "20000")
-    words = [sys.executable, "-c", MAIN, "exec", "--min-bytes", "65536", "--", program, n_calls]
+    words = [
+        sys.executable,
+        "-c",
+        MAIN,
+        "exec",
+        "--min-bytes",
+        "65536",
+        "--",
+        str(program),
+        n_calls,
+    ]
     done = subprocess.run(
         words,
         env=os.environ | {"LD_PRELOAD": beside},
