@@ -8,6 +8,7 @@
  *     place.c      one mapping: where it lies, how it is placed, and its end
  *     prefault.c   touching it, by several threads, with an eye on the clock
  *     table.c      what is mapped now: the ledger that other processes read
+ *     index.c      its records by address
  *     settings.c   what was asked for
  *     system.c     the system calls, which no hook sees
  *
@@ -46,6 +47,11 @@ uint64_t um__sys_cpu_ns(void);
 int um__sys_pid(void);
 /* Returns when this process began, in ticks as of /proc/PID/stat; 0 if that is not known. */
 uint64_t um__sys_started(void);
+/* Blocks all signals of this thread; returns those that were blocked before. */
+uint64_t um__sys_block_signals(void);
+void um__sys_restore_signals(uint64_t before);
+/* Writes to standard error. Unlike write, it never ends a thread that was cancelled. */
+void um__sys_print(const char *text);
 /* Counts the bytes of a range in RAM, and in huge pages. Returns -1 before Linux 6.7. */
 int um__sys_scan(void *at, size_t nbytes, uint64_t *out_resident, uint64_t *out_huge);
 
@@ -58,7 +64,8 @@ typedef struct um__settings {
     um__pages pages;
     size_t page_bytes;
     size_t thp_bytes;   /* 0: there are no transparent huge pages */
-    size_t min_bytes;   /* the smallest allocation that is placed */
+    size_t min_bytes;   /* the smallest mapping that is placed */
+    size_t heap_bytes;  /* the smallest allocation of malloc's kind; SIZE_MAX: all are left alone */
     size_t most_bytes;  /* beyond the machine's memory is sparse: left alone */
     int numa_mode;      /* the kernel's number, -1: none */
     uint64_t nodes[16]; /* a bit a node */
@@ -74,7 +81,7 @@ extern um__settings um__settings_now;
 /* Reads the settings from "1 key=value key=value"; NULL or another version: not active. */
 void um__settings_read(um__settings *out, const char *text);
 
-/* ---- table.c ---- */
+/* ---- records ---- */
 
 typedef enum um__via { UM__MALLOC, UM__CALLOC, UM__REALLOC, UM__ALIGNED, UM__MMAP } um__via;
 
@@ -87,7 +94,8 @@ enum {
     UM__IS_PREFAULTED = 16,
     UM__IS_STALLED = 32,  /* the kernel took too long to find huge pages */
     UM__IS_FALLBACK = 64, /* the pool of hugetlb pages had no room */
-    UM__IS_KEPT = 128     /* freed, and kept for the next allocation */
+    UM__IS_KEPT = 128,    /* freed, and kept for the next allocation */
+    UM__IS_CHANGED = 256  /* by the program, in a way that outlives free: it is not kept */
 };
 
 typedef struct um__record {
@@ -118,6 +126,19 @@ typedef struct um__counts {
     uint64_t prefaulted_bytes;      /* of present mappings */
 } um__counts;
 
+/* ---- index.c: wants the table's lock ---- */
+
+bool um__index_init(const um__record *of);
+/* Enters a record by its number, and takes it out. */
+void um__index_add(uint32_t number);
+void um__index_remove(uint32_t number);
+/* Returns the first record that ends behind an address, or 0. */
+uint32_t um__index_first(uintptr_t address);
+/* Returns how many records a search passes on its way to one. */
+unsigned um__index_depth(uint32_t number);
+
+/* ---- table.c ---- */
+
 /* The table that other processes read (src/unimem/accounting/exec_table.py). Its first fields are
  * those of version 2 of the ledger that engines show (src/unimem/accounting/published.py). */
 typedef struct um__table {
@@ -138,7 +159,8 @@ const um__table *um__table_now(void);
 /* Records which file has the next allocator, and whether the program's own calls arrive here. Takes
  * the lock. */
 void um__table_note_next(const char *path, bool malloc_is_ours);
-/* Held while mappings are unmapped, so that no other thread enters the same addresses first. */
+/* Held while mappings are unmapped, so that no other thread enters the same addresses first. No
+ * signal of this thread is handled meanwhile: a handler may allocate, or end the process. */
 void um__table_lock(void);
 void um__table_unlock(void);
 /* Gives a forked child the records, which it does not show yet. The lock is held over the fork. */
@@ -146,7 +168,8 @@ void um__table_in_child(void);
 
 /* These want the lock, unless they say otherwise. */
 
-/* Enters a mapping. Returns false if there is no room. */
+/* Enters a mapping, in the place of those of mmap's kind that went unseen. Returns false if there
+ * is no room. */
 bool um__table_add(um__record record);
 /* Removes the mapping of malloc's kind that begins at an address. */
 bool um__table_remove(void *address, um__record *out);
@@ -154,10 +177,13 @@ bool um__table_remove(void *address, um__record *out);
 um__record *um__table_find(const void *address);
 /* Changes a record, also its address. */
 bool um__table_change(um__record *record, um__record now);
-/* Cuts a range out of all records of mmap's kind that it overlaps. */
+/* Cuts a range out of all records of mmap's kind that it overlaps; marks those of malloc's kind as
+ * changed. */
 void um__table_cut(uintptr_t address, size_t nbytes);
 /* Returns whether a record of mmap's kind overlaps a range, and the first. */
 bool um__table_overlaps(uintptr_t address, size_t nbytes, um__record *out);
+/* Marks records of malloc's kind that a range overlaps as changed. Takes the lock itself. */
+void um__table_note_change(uintptr_t address, size_t nbytes);
 /* Returns whether a range lies in hugetlb pages of one mapping. Takes the lock itself. */
 bool um__table_is_hugetlb(uintptr_t address, size_t nbytes);
 um__counts *um__table_counts(void);
@@ -165,7 +191,7 @@ um__counts *um__table_counts(void);
 void um__table_begin(void);
 void um__table_end(void);
 void um__table_note_end(const um__record *record);
-/* Returns whether a range may overlap a record of mmap's kind; false is certain. No lock. */
+/* Returns whether a range may overlap a record; false is certain. No lock. */
 bool um__table_may_overlap(uintptr_t address, size_t nbytes);
 /* Returns what the program asked for at an address of malloc's kind, or 0. No lock. */
 size_t um__table_asked(const void *address, size_t *out_nbytes);
@@ -184,6 +210,8 @@ void *um__place_take(size_t nbytes, size_t align, um__via via, bool *zeroed);
 bool um__place_give(void *address);
 /* Resizes a mapping, and moves it if need be; NULL: a copy is needed. */
 void *um__place_resize(void *address, size_t nbytes);
+/* Places a mapping that has grown. */
+void um__place_again(um__record *record);
 /* Places a mapping of the program's, all of it or nothing. */
 bool um__place_range(void *address, size_t nbytes, bool touch);
 /* Maps exactly nbytes at a multiple of align. */
@@ -201,6 +229,8 @@ typedef struct um__next {
     void *(*memalign)(size_t, size_t);
     void *(*aligned_alloc)(size_t, size_t);
     int (*posix_memalign)(void **, size_t, size_t);
+    void *(*valloc)(size_t);
+    void *(*pvalloc)(size_t);
     size_t (*usable_size)(void *);
 } um__next;
 

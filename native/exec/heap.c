@@ -6,7 +6,7 @@
 #include <string.h>
 
 static bool is_large(size_t nbytes) {
-    return nbytes >= um__settings_now.min_bytes;
+    return nbytes >= um__settings_now.heap_bytes;
 }
 
 static bool is_power_of_two(size_t n) {

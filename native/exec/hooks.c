@@ -5,11 +5,14 @@
 
 #include <dlfcn.h>
 #include <errno.h>
+#include <link.h>
+#include <linux/userfaultfd.h>
 #include <pthread.h>
 #include <spawn.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -19,6 +22,8 @@
 #define RARELY(condition) __builtin_expect(!!(condition), 0)
 
 extern char **environ;
+
+typedef void handler(void);
 
 /* ---- before the next allocator is known ---- */
 
@@ -83,6 +88,14 @@ static void *early_aligned_alloc(size_t align, size_t nbytes) {
     return is_early() ? early_memalign(align, nbytes) : um__large_aligned_alloc(align, nbytes);
 }
 
+static void *early_valloc(size_t nbytes) {
+    return is_early() ? early_memalign(1, nbytes) : um__next_now.valloc(nbytes);
+}
+
+static void *early_pvalloc(size_t nbytes) {
+    return is_early() ? early_memalign(1, nbytes) : um__next_now.pvalloc(nbytes);
+}
+
 static size_t early_usable_size(void *address) {
     return is_early() ? 0 : um__large_usable_size(address);
 }
@@ -95,19 +108,43 @@ um__next um__next_now = {
     .memalign = early_memalign,
     .aligned_alloc = early_aligned_alloc,
     .posix_memalign = early_posix_memalign,
+    .valloc = early_valloc,
+    .pvalloc = early_pvalloc,
     .usable_size = early_usable_size,
 };
 
 /* ---- the begin ---- */
 
 static um__next found;
+static int (*register_next)(handler *, handler *, handler *, void *);
+static const char *next_file = ""; /* that has the next malloc */
 
-static bool find_next(void) {
+static char **environment; /* of a report; NULL: none is made */
+static void copy_environment(void);
+
+/* Returns whether calls of a name arrive here: a program may define it itself. A program that takes
+ * the address of a function has an undefined symbol of it. */
+static bool arrives(const char *name) {
+    static const int HERE;
+    Dl_info info, here;
+    void *symbol = dlsym(RTLD_DEFAULT, name), *details = NULL;
+    if (symbol == NULL || dladdr1(symbol, &info, &details, RTLD_DL_SYMENT) == 0 ||
+        dladdr(&HERE, &here) == 0) {
+        return false;
+    }
+    const ElfW(Sym) *entry = details;
+    return info.dli_fbase == here.dli_fbase || (entry != NULL && entry->st_shndx == SHN_UNDEF);
+}
+
+/* Finds the next functions. *out_is_whole: all of malloc's kind are the C library's, and calls of
+ * them arrive here. Memory of one allocator must never reach another one. */
+static bool find_next(bool *out_is_whole) {
     /* POSIX lets dlsym return functions; C has no such cast of pointers. */
     const struct {
         void *out;
         const char *name;
     } all[] = {
+        {&register_next, "__register_atfork"}, /* which only the C library has */
         {&found.malloc, "malloc"},
         {&found.calloc, "calloc"},
         {&found.realloc, "realloc"},
@@ -115,74 +152,133 @@ static bool find_next(void) {
         {&found.memalign, "memalign"},
         {&found.aligned_alloc, "aligned_alloc"},
         {&found.posix_memalign, "posix_memalign"},
+        {&found.valloc, "valloc"},
+        {&found.pvalloc, "pvalloc"},
         {&found.usable_size, "malloc_usable_size"},
     };
-    bool done = true;
+    Dl_info libc, info;
+    *out_is_whole = true;
     for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
         void *symbol = dlsym(RTLD_NEXT, all[i].name);
         memcpy(all[i].out, &symbol, sizeof symbol);
-        done = done && symbol != NULL;
+        if (symbol == NULL || dladdr(symbol, i == 0 ? &libc : &info) == 0) {
+            return false;
+        }
+        if (i == 1) {
+            next_file = info.dli_fname;
+        }
+        *out_is_whole &= i == 0 || (info.dli_fbase == libc.dli_fbase && arrives(all[i].name));
     }
-    return done;
+    return true;
 }
 
 /* The first call precedes any second thread; a call while it runs is one of its own. */
 static void begin(void) {
     static bool has_begun;
+    bool is_whole;
     if (has_begun) {
         return;
     }
     has_begun = true;
-    if (!um__table_init() || !find_next()) {
-        static const char text[] = "unimem exec: the C library lacks what this needs\n";
-        ssize_t done = write(STDERR_FILENO, text, sizeof text - 1);
-        (void)done;
+    if (!um__table_init() || !find_next(&is_whole)) {
+        um__sys_print("unimem exec: the C library lacks what this needs\n");
         _Exit(127);
     }
     um__settings_read(&um__settings_now, getenv("UNIMEM_EXEC"));
+    if (!is_whole) {
+        um__settings_now.heap_bytes = SIZE_MAX;
+    }
+    copy_environment();
     um__next_now = found;
 }
 
-/* Records where small allocations go, and whether the program's own calls arrive here: a program
- * may define malloc itself. */
-static void look_around(void) {
-    Dl_info info;
-    void *next;
-    memcpy(&next, &found.malloc, sizeof next);
-    const char *path = dladdr(next, &info) != 0 ? info.dli_fname : NULL;
-    void *used = dlsym(RTLD_DEFAULT, "malloc"), *own;
-    void *(*ours)(size_t) = malloc;
-    memcpy(&own, &ours, sizeof own);
-    um__table_note_next(path, used == own);
+/* Registers the table's lock once, before anyone else registers a handler: it is taken last before
+ * a fork, and given back first. Other handlers may allocate, and wait for threads that do. */
+static void guard_forks(void) {
+    static bool is_guarded;
+    begin();
+    if (!is_guarded && um__settings_now.active) {
+        is_guarded = true;
+        register_next(um__table_lock, um__table_unlock, um__table_in_child, NULL);
+    }
+}
+
+/* What pthread_atfork calls. */
+HOOK int __register_atfork(handler *prepare, handler *parent, handler *child, void *owner);
+HOOK int __register_atfork(handler *prepare, handler *parent, handler *child, void *owner) {
+    guard_forks();
+    return register_next(prepare, parent, child, owner);
 }
 
 __attribute__((constructor)) static void start(void) {
-    begin();
-    if (um__settings_now.active) {
-        look_around();
-        pthread_atfork(um__table_lock, um__table_unlock, um__table_in_child);
+    guard_forks();
+    if (!um__settings_now.active) {
+        return;
+    }
+    bool is_ours = um__settings_now.heap_bytes != SIZE_MAX;
+    um__table_note_next(next_file, is_ours);
+    if (!is_ours && um__settings_now.pid == um__sys_pid()) {
+        um__sys_print("unimem exec: this program has an allocator of its own, which is left alone: "
+                      "only its mappings are placed (mmap)\n");
     }
 }
 
 /* ---- the end ---- */
 
-/* Starts a program that reports on this process while it still exists. */
+/* Copies the environment for the program that reports, without what preloads this library: at the
+ * end, a handler of a signal may have interrupted a change of it. */
+static void copy_environment(void) {
+    const char *gone[] = {"LD_PRELOAD=", "UNIMEM_EXEC="};
+    size_t n = 0, nbytes = 0;
+    if (um__settings_now.pid != um__sys_pid() || getenv("UNIMEM_EXEC_PYTHON") == NULL ||
+        getenv("UNIMEM_EXEC_REPORT") == NULL) {
+        return;
+    }
+    for (char **each = environ; *each != NULL; each++) {
+        n++;
+        nbytes += strlen(*each) + 1;
+    }
+    size_t room = (n + 1) * sizeof(char *);
+    char **copies = um__sys_map(NULL, room + nbytes, PROT_READ | PROT_WRITE,
+                                MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (copies == NULL) {
+        return;
+    }
+    char *text = (char *)copies + room;
+    environment = copies;
+    for (char **each = environ; *each != NULL; each++) {
+        if (strncmp(*each, gone[0], strlen(gone[0])) != 0 &&
+            strncmp(*each, gone[1], strlen(gone[1])) != 0) {
+            *copies++ = strcpy(text, *each);
+            text += strlen(text) + 1;
+        }
+    }
+}
+
+static char *copy_of(const char *name) {
+    char **each = environment;
+    while (strncmp(*each, name, strlen(name)) != 0) {
+        each++;
+    }
+    return *each + strlen(name);
+}
+
+/* Starts a program that reports on this process while it still exists. A handler of a signal may
+ * come here: nothing waits for a lock. */
 static void report(void) {
     static atomic_bool was_made;
-    char *program = getenv("UNIMEM_EXEC_PYTHON"), *file = getenv("UNIMEM_EXEC_REPORT");
-    if (program == NULL || file == NULL || um__settings_now.pid != um__sys_pid() ||
+    if (environment == NULL || um__settings_now.pid != um__sys_pid() ||
         atomic_exchange(&was_made, true)) {
         return;
     }
+    char *program = copy_of("UNIMEM_EXEC_PYTHON="), *file = copy_of("UNIMEM_EXEC_REPORT=");
     char digits[16] = "", *pid = digits + sizeof digits - 1;
     for (int rest = um__sys_pid(); rest != 0; rest /= 10) {
         *--pid = (char)('0' + rest % 10);
     }
-    unsetenv("LD_PRELOAD");
-    unsetenv("UNIMEM_EXEC");
     char *words[] = {program, "-P", "-m", "unimem.cli.exec_report", pid, file, NULL};
     pid_t child;
-    if (posix_spawn(&child, program, NULL, NULL, words, environ) == 0) {
+    if (posix_spawn(&child, program, NULL, NULL, words, environment) == 0) {
         while (waitpid(child, NULL, 0) < 0 && errno == EINTR) {
         }
     }
@@ -206,7 +302,7 @@ HOOK _Noreturn void _Exit(int status) {
 /* ---- malloc and its kind ---- */
 
 HOOK void *malloc(size_t nbytes) {
-    if (RARELY(nbytes >= um__settings_now.min_bytes)) {
+    if (RARELY(nbytes >= um__settings_now.heap_bytes)) {
         return um__large_malloc(nbytes);
     }
     return um__next_now.malloc(nbytes);
@@ -224,14 +320,14 @@ HOOK void free(void *address) {
 
 HOOK void *calloc(size_t n, size_t nbytes) {
     size_t whole;
-    if (RARELY(__builtin_mul_overflow(n, nbytes, &whole) || whole >= um__settings_now.min_bytes)) {
+    if (RARELY(__builtin_mul_overflow(n, nbytes, &whole) || whole >= um__settings_now.heap_bytes)) {
         return um__large_calloc(n, nbytes);
     }
     return um__next_now.calloc(n, nbytes);
 }
 
 HOOK void *realloc(void *address, size_t nbytes) {
-    if (RARELY(nbytes >= um__settings_now.min_bytes || um__large_may_be_ours(address))) {
+    if (RARELY(nbytes >= um__settings_now.heap_bytes || um__large_may_be_ours(address))) {
         return um__large_realloc(address, nbytes);
     }
     return um__next_now.realloc(address, nbytes);
@@ -256,6 +352,18 @@ HOOK void *aligned_alloc(size_t align, size_t nbytes) {
 
 HOOK int posix_memalign(void **out, size_t align, size_t nbytes) {
     return um__large_posix_memalign(out, align, nbytes);
+}
+
+HOOK void *valloc(size_t nbytes) {
+    return RARELY(nbytes >= um__settings_now.heap_bytes)
+               ? um__large_memalign(um__settings_now.page_bytes, nbytes)
+               : um__next_now.valloc(nbytes);
+}
+
+HOOK void *pvalloc(size_t nbytes) { /* rounds up to whole pages, as every mapping is */
+    return RARELY(nbytes >= um__settings_now.heap_bytes)
+               ? um__large_memalign(um__settings_now.page_bytes, nbytes)
+               : um__next_now.pvalloc(nbytes);
 }
 
 HOOK size_t malloc_usable_size(void *address) {
@@ -300,4 +408,66 @@ HOOK void *mremap(void *at, size_t nbytes, size_t new_nbytes, int flags, ...) {
 
 HOOK int madvise(void *at, size_t nbytes, int advice) {
     return um__ranges_advise(at, nbytes, advice);
+}
+
+/* What a program does to memory of malloc's kind must not be left when it is used again. */
+
+static void note_change(void *at, size_t nbytes) {
+    um__table_note_change((uintptr_t)at, nbytes);
+}
+
+HOOK int mprotect(void *at, size_t nbytes, int protection) {
+    note_change(at, nbytes);
+    return (int)syscall(SYS_mprotect, at, nbytes, protection);
+}
+
+HOOK int pkey_mprotect(void *at, size_t nbytes, int protection, int key) {
+    note_change(at, nbytes);
+    return (int)syscall(SYS_pkey_mprotect, at, nbytes, protection, key);
+}
+
+HOOK int mlock(const void *at, size_t nbytes) {
+    note_change((void *)(uintptr_t)at, nbytes);
+    return (int)syscall(SYS_mlock, at, nbytes);
+}
+
+HOOK int mlock2(const void *at, size_t nbytes, unsigned flags) {
+    note_change((void *)(uintptr_t)at, nbytes);
+    return (int)syscall(SYS_mlock2, at, nbytes, flags);
+}
+
+HOOK int munlock(const void *at, size_t nbytes) {
+    note_change((void *)(uintptr_t)at, nbytes);
+    return (int)syscall(SYS_munlock, at, nbytes);
+}
+
+HOOK int mlockall(int flags) {
+    note_change(NULL, SIZE_MAX);
+    return (int)syscall(SYS_mlockall, flags);
+}
+
+HOOK int munlockall(void) {
+    note_change(NULL, SIZE_MAX);
+    return (int)syscall(SYS_munlockall);
+}
+
+/* Of libnuma. */
+HOOK long mbind(void *at, unsigned long nbytes, int mode, const unsigned long *nodes,
+                unsigned long most, unsigned flags);
+HOOK long mbind(void *at, unsigned long nbytes, int mode, const unsigned long *nodes,
+                unsigned long most, unsigned flags) {
+    note_change(at, nbytes);
+    return syscall(SYS_mbind, at, nbytes, mode, nodes, most, flags);
+}
+
+HOOK int ioctl(int fd, unsigned long request, ...) {
+    va_list rest;
+    va_start(rest, request);
+    void *argument = va_arg(rest, void *);
+    va_end(rest);
+    if (request == UFFDIO_REGISTER) {
+        const struct uffdio_register *asked = argument;
+        note_change((void *)(uintptr_t)asked->range.start, asked->range.len);
+    }
+    return (int)syscall(SYS_ioctl, fd, request, argument);
 }

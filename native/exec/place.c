@@ -5,7 +5,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include "os/kernel.h" /* behind the system's headers */
 
@@ -35,8 +34,7 @@ void um__place_say(const char *text) {
     size_t n = strlen(line), room = sizeof line - n - sizeof end;
     strncat(line, text, room);
     strcat(line, end);
-    ssize_t done = write(STDERR_FILENO, line, strlen(line));
-    (void)done;
+    um__sys_print(line);
 }
 
 /* ---- mapping ---- */
@@ -212,11 +210,11 @@ static bool take_kept(size_t nbytes, size_t align, um__via via, um__record *out)
     um__table_lock();
     for (int i = 0; i < MOST_KEPT && !found; i++) {
         um__record *record = &kept_now[i].record;
-        if (kept_now[i].since != 0 && record->nbytes >= wanted &&
+        um__record *entered = kept_now[i].since != 0 ? um__table_find(address_of(record)) : NULL;
+        if (entered != NULL && (entered->state & UM__IS_CHANGED) == 0 && record->nbytes >= wanted &&
             record->nbytes - wanted <= wanted / 8 && record->address % align == 0) {
             kept_now[i].since = 0;
             kept_bytes -= record->nbytes;
-            um__record *entered = um__table_find(address_of(record));
             um__record now = *entered;
             now.asked = nbytes;
             now.via = via;
@@ -232,7 +230,7 @@ static bool take_kept(size_t nbytes, size_t align, um__via via, um__record *out)
 /* Keeps a mapping, and takes out those that have to go for it. Wants the lock. */
 static bool keep(um__record *record, um__record *out_gone, int *out_n) {
     *out_n = 0;
-    if (record->nbytes > KEPT_BYTES / 4) {
+    if (record->nbytes > KEPT_BYTES / 4 || (record->state & UM__IS_CHANGED) != 0) {
         return false;
     }
     int at = -1;
@@ -319,7 +317,8 @@ bool um__place_give(void *address) {
         return false;
     }
     if ((found->state & UM__IS_KEPT) != 0) {
-        abort(); /* freed twice: the C library ends it so, too */
+        um__table_unlock(); /* a handler of SIGABRT may allocate */
+        abort();            /* freed twice: the C library ends it so, too */
     }
     if (!keep(found, gone, &n)) {
         um__table_remove(address, &gone[n++]);
@@ -367,13 +366,20 @@ void *um__place_resize(void *address, size_t nbytes) {
         /* These neither grow nor move: a copy does. */
         result = nbytes <= found->nbytes && nbytes >= found->nbytes / 2 ? address : NULL;
     } else if (found != NULL && nbytes <= um__settings_now.most_bytes) {
-        result = resize(found, rounded(nbytes), nbytes);
+        /* From small pages to huge ones, a copy of less than one. */
+        size_t wanted = rounded(nbytes), huge = um__settings_now.thp_bytes;
+        bool is_anew = huge != 0 && found->nbytes < huge && wanted >= huge;
+        result = is_anew ? NULL : resize(found, wanted, nbytes);
     }
     um__table_unlock();
     return result;
 }
 
 /* ---- mmap's kind ---- */
+
+void um__place_again(um__record *record) {
+    place(record);
+}
 
 bool um__place_range(void *address, size_t nbytes, bool touch) {
     um__record record = {

@@ -103,18 +103,41 @@ void *um__ranges_remap(void *at, size_t nbytes, size_t new_nbytes, int flags, vo
         if (replaces) {
             um__table_cut((uintptr_t)new_at, in_pages(new_nbytes));
         }
-        if (ours && (flags & MREMAP_DONTUNMAP) == 0) {
+        if ((flags & MREMAP_DONTUNMAP) == 0) {
             um__table_cut((uintptr_t)at, in_pages(nbytes));
         }
         if (ours) {
             moved.address = (uintptr_t)mapped;
             moved.nbytes = in_pages(new_nbytes);
             moved.asked = new_nbytes;
+            if (new_nbytes > nbytes) {
+                um__place_again(&moved);
+            }
             um__table_add(moved);
         }
     }
     um__table_unlock();
     return mapped == NULL ? MAP_FAILED : mapped;
+}
+
+/* Returns whether nothing of this advice is left when memory is freed and used again. */
+static bool is_passing(int advice) {
+    switch (advice) {
+    case MADV_WILLNEED:
+    case MADV_DONTNEED:
+    case MADV_FREE:
+    case MADV_REMOVE:
+    case MADV_HUGEPAGE: /* as placed memory has them */
+    case MADV_COLD:
+    case MADV_PAGEOUT:
+    case MADV_POPULATE_READ:
+    case MADV_POPULATE_WRITE:
+    case MADV_DONTNEED_LOCKED:
+    case MADV_COLLAPSE:
+        return true;
+    default:
+        return false;
+    }
 }
 
 /* Gives back locked pages, which the kernel refuses. Clears hugetlb pages that the program gives
@@ -126,6 +149,9 @@ int um__ranges_advise(void *at, size_t nbytes, int advice) {
     if (gives && may_be_hugetlb && um__table_is_hugetlb((uintptr_t)at, in_pages(nbytes))) {
         memset(at, 0, in_pages(nbytes));
         return 0;
+    }
+    if (!is_passing(advice)) {
+        um__table_note_change((uintptr_t)at, nbytes);
     }
     int result = um__sys_advise(at, nbytes, advice);
     if (result == 0 || errno != EINVAL || !gives || !asked->lock) {

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-um__settings um__settings_now = {.numa_mode = -1, .min_bytes = SIZE_MAX};
+um__settings um__settings_now = {.numa_mode = -1, .min_bytes = SIZE_MAX, .heap_bytes = SIZE_MAX};
 
 /* Finds "key=" among the words of a text. */
 static const char *value_of(const char *text, const char *key) {
@@ -38,7 +38,8 @@ static void read_policy(um__settings *out, const char *value) {
 }
 
 void um__settings_read(um__settings *out, const char *text) {
-    *out = (um__settings){.numa_mode = -1, .min_bytes = SIZE_MAX};
+    static char copy[UM__TEXT_BYTES]; /* programs write over the environment (setproctitle) */
+    *out = (um__settings){.numa_mode = -1, .min_bytes = SIZE_MAX, .heap_bytes = SIZE_MAX};
     if (text == NULL || strncmp(text, "1 ", 2) != 0) {
         return;
     }
@@ -60,10 +61,11 @@ void um__settings_read(um__settings *out, const char *text) {
     out->prefault_bytes = number_of(text, "prefault", 0);
     out->n_threads = (unsigned)number_of(text, "threads", 1);
     out->pid = (int)number_of(text, "pid", 0);
-    out->text = text;
+    out->text = strncpy(copy, text, sizeof copy - 1);
     /* Below a page, nothing can be mapped. */
     out->active = out->min_bytes >= out->page_bytes && out->page_bytes >= 4096;
     if (!out->active) {
         out->min_bytes = SIZE_MAX;
     }
+    out->heap_bytes = out->min_bytes;
 }

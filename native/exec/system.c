@@ -4,6 +4,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
@@ -81,6 +82,20 @@ uint64_t um__sys_cpu_ns(void) {
     struct timespec now;
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
     return (uint64_t)now.tv_sec * 1000000000U + (uint64_t)now.tv_nsec;
+}
+
+uint64_t um__sys_block_signals(void) {
+    uint64_t all = UINT64_MAX, before = 0;
+    syscall(SYS_rt_sigprocmask, SIG_BLOCK, &all, &before, sizeof all);
+    return before;
+}
+
+void um__sys_restore_signals(uint64_t before) {
+    syscall(SYS_rt_sigprocmask, SIG_SETMASK, &before, NULL, sizeof before);
+}
+
+void um__sys_print(const char *text) {
+    syscall(SYS_write, STDERR_FILENO, text, strlen(text));
 }
 
 int um__sys_pid(void) {

@@ -20,15 +20,16 @@ static const char MAGIC[8] = "unimem\0L";
 typedef _Atomic uint32_t slot; /* the number of a record, and one */
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static uint64_t signals_before; /* blocked, in the thread that has the lock */
 static um__table *table;
 static um__record *records;
 static um__table *mirror; /* for other processes; NULL: not shown */
 static bool was_tried;
 static uint64_t first_free; /* the number of a record, and one */
 static slot *_Atomic leaves[1 << TOP_BITS];
-/* How many mappings of mmap's kind there are, and the addresses that all ever lay between. */
-static _Atomic size_t n_ranges;
-static _Atomic uintptr_t ranges_start = UINTPTR_MAX, ranges_end;
+/* How many records there are, and the addresses that all ever lay between. */
+static _Atomic size_t n_entered;
+static _Atomic uintptr_t first_address = UINTPTR_MAX, last_address;
 
 static um__record *records_of(um__table *of) {
     return (um__record *)((char *)of + UM__HEAD_BYTES);
@@ -45,7 +46,7 @@ bool um__table_init(void) {
         return false;
     }
     records = records_of(table);
-    return true;
+    return um__index_init(records);
 }
 
 const um__table *um__table_now(void) {
@@ -53,11 +54,15 @@ const um__table *um__table_now(void) {
 }
 
 void um__table_lock(void) {
+    uint64_t before = um__sys_block_signals();
     pthread_mutex_lock(&lock);
+    signals_before = before;
 }
 
 void um__table_unlock(void) {
+    uint64_t before = signals_before;
     pthread_mutex_unlock(&lock);
+    um__sys_restore_signals(before);
 }
 
 void um__table_begin(void) {
@@ -191,31 +196,65 @@ static bool enter(um__record record) {
         return false;
     }
     put(&records[number - 1], record);
+    um__index_add((uint32_t)number);
     count(&record, 1);
     if (own != NULL) {
         atomic_store_explicit(own, (uint32_t)number, memory_order_release);
-        return true;
     }
-    n_ranges++;
+    n_entered++;
     uintptr_t end = record.address + record.nbytes;
-    if (record.address < ranges_start) {
-        ranges_start = record.address;
+    if (record.address < first_address) {
+        first_address = record.address;
     }
-    if (end > ranges_end) {
-        ranges_end = end;
+    if (end > last_address) {
+        last_address = end;
     }
     return true;
 }
 
 static void leave(um__record *record) {
+    uint32_t number = (uint32_t)(record - records) + 1;
     count(record, -1);
-    if (record->via == UM__MMAP) {
-        n_ranges--;
-    } else {
+    n_entered--;
+    um__index_remove(number);
+    if (record->via != UM__MMAP) {
         atomic_store_explicit(slot_of(record->address, false), 0, memory_order_release);
     }
     put(record, (um__record){.asked = first_free});
-    first_free = (uint64_t)(record - records) + 1;
+    first_free = number;
+}
+
+/* Returns the next record that overlaps a range; *at is where it ends. */
+static um__record *overlapping(uintptr_t *at, uintptr_t end) {
+    uint32_t number = *at < end ? um__index_first(*at) : 0;
+    if (number == 0 || records[number - 1].address >= end) {
+        return NULL;
+    }
+    *at = records[number - 1].address + records[number - 1].nbytes;
+    return &records[number - 1];
+}
+
+/* Cuts a range out of the records of mmap's kind that it overlaps; adds a state to the others. */
+static void cut(uintptr_t start, uintptr_t end, uint32_t state) {
+    um__record *record;
+    for (uintptr_t at = start; (record = overlapping(&at, end)) != NULL;) {
+        um__record left = *record, right = *record;
+        if (record->via != UM__MMAP) {
+            left.state |= state;
+            put(record, left);
+            continue;
+        }
+        leave(record);
+        if (left.address < start) {
+            left.nbytes = left.asked = start - left.address;
+            enter(left);
+        }
+        if (right.address + right.nbytes > end) {
+            right.nbytes = right.asked = right.address + right.nbytes - end;
+            right.address = end;
+            enter(right);
+        }
+    }
 }
 
 bool um__table_add(um__record record) {
@@ -224,6 +263,7 @@ bool um__table_add(um__record record) {
         show();
     }
     um__table_begin();
+    cut(record.address, record.address + record.nbytes, 0);
     bool done = enter(record);
     table->counts.n_placed += done;
     um__table_end();
@@ -250,28 +290,17 @@ bool um__table_change(um__record *record, um__record now) {
     return done;
 }
 
-/* Returns the next record of mmap's kind that overlaps a range, from a number on. */
-static um__record *overlapping(uint32_t *at, uintptr_t start, uintptr_t end) {
-    for (; n_ranges != 0 && *at < table->n_records; ++*at) {
-        um__record *record = &records[*at];
-        if (record->via == UM__MMAP && record->address != 0 && record->address < end &&
-            record->address + record->nbytes > start) {
-            return record;
-        }
-    }
-    return NULL;
-}
-
 bool um__table_may_overlap(uintptr_t address, size_t nbytes) {
-    return n_ranges != 0 && address < ranges_end && address + nbytes > ranges_start;
+    return n_entered != 0 && address < last_address &&
+           (nbytes > UINTPTR_MAX - address || address + nbytes > first_address);
 }
 
 bool um__table_overlaps(uintptr_t address, size_t nbytes, um__record *out) {
-    uint32_t at = 0;
-    if (!um__table_may_overlap(address, nbytes)) {
-        return false;
-    }
-    const um__record *found = overlapping(&at, address, address + nbytes);
+    uintptr_t at = address;
+    const um__record *found;
+    do {
+        found = overlapping(&at, address + nbytes);
+    } while (found != NULL && found->via != UM__MMAP);
     if (found != NULL) {
         *out = *found;
     }
@@ -279,39 +308,36 @@ bool um__table_overlaps(uintptr_t address, size_t nbytes, um__record *out) {
 }
 
 bool um__table_is_hugetlb(uintptr_t address, size_t nbytes) {
-    bool found = false;
+    uintptr_t end = address;
     um__table_lock();
-    for (uint32_t i = 0; i < table->n_records && !found; i++) {
-        const um__record *record = &records[i];
-        found = record->address != 0 && (record->state & UM__IS_HUGETLB) != 0 &&
-                record->address <= address && address - record->address < record->nbytes &&
-                nbytes <= record->nbytes - (address - record->address);
-    }
+    const um__record *found = overlapping(&end, address + nbytes);
+    bool is_whole = found != NULL && (found->state & UM__IS_HUGETLB) != 0 &&
+                    found->address <= address && nbytes <= end - address;
     um__table_unlock();
-    return found;
+    return is_whole;
 }
 
 void um__table_cut(uintptr_t address, size_t nbytes) {
-    uintptr_t end = address + nbytes;
+    um__table_begin();
+    cut(address, address + nbytes, UM__IS_CHANGED);
+    um__table_end();
+}
+
+void um__table_note_change(uintptr_t address, size_t nbytes) {
+    uintptr_t at = address, end = nbytes > UINTPTR_MAX - address ? UINTPTR_MAX : address + nbytes;
     um__record *record;
     if (!um__table_may_overlap(address, nbytes)) {
         return;
     }
+    um__table_lock();
     um__table_begin();
-    for (uint32_t at = 0; (record = overlapping(&at, address, end)) != NULL; at++) {
-        um__record left = *record, right = *record;
-        leave(record);
-        if (left.address < address) {
-            left.nbytes = left.asked = address - left.address;
-            enter(left);
-        }
-        if (right.address + right.nbytes > end) {
-            right.nbytes = right.asked = right.address + right.nbytes - end;
-            right.address = end;
-            enter(right);
-        }
+    while ((record = overlapping(&at, end)) != NULL) {
+        um__record now = *record;
+        now.state |= UM__IS_CHANGED;
+        put(record, now);
     }
     um__table_end();
+    um__table_unlock();
 }
 
 um__counts *um__table_counts(void) {

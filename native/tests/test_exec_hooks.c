@@ -15,6 +15,8 @@ void *hook_realloc(void *address, size_t nbytes);
 void *hook_reallocarray(void *address, size_t n, size_t nbytes);
 void *hook_memalign(size_t align, size_t nbytes);
 void *hook_aligned_alloc(size_t align, size_t nbytes);
+void *hook_valloc(size_t nbytes);
+void *hook_pvalloc(size_t nbytes);
 int hook_posix_memalign(void **out, size_t align, size_t nbytes);
 size_t hook_malloc_usable_size(void *address);
 void hook_free_sized(void *address, size_t nbytes);
@@ -29,8 +31,15 @@ enum { SMALL = 1000, N_SHARED = 64 };
 
 static const int ANONYMOUS = MAP_PRIVATE | MAP_ANONYMOUS;
 
+/* The program's own malloc does not arrive at the hooks, which leave the allocator alone then. */
+static void place_the_heap(void) {
+    CHECK(um__settings_now.heap_bytes == SIZE_MAX || um__settings_now.heap_bytes == MIB);
+    um__settings_now.heap_bytes = um__settings_now.min_bytes;
+}
+
 TEST(large_allocations_are_placed_and_small_ones_are_passed_on) {
     REQUIRE(um__settings_now.min_bytes == MIB);
+    place_the_heap();
     void *aligned = NULL;
     CHECK_EQ(hook_posix_memalign(&aligned, 64, 2 * MIB), 0);
     void *large[] = {hook_malloc(2 * MIB),
@@ -39,6 +48,8 @@ TEST(large_allocations_are_placed_and_small_ones_are_passed_on) {
                      hook_reallocarray(NULL, 2, MIB),
                      hook_memalign(64, 2 * MIB),
                      hook_aligned_alloc(64, 2 * MIB),
+                     hook_valloc(2 * MIB),
+                     hook_pvalloc(2 * MIB - 1),
                      aligned};
     CHECK_EQ(hook_posix_memalign(&aligned, 64, SMALL), 0);
     void *small[] = {hook_malloc(SMALL),
@@ -47,6 +58,8 @@ TEST(large_allocations_are_placed_and_small_ones_are_passed_on) {
                      hook_reallocarray(NULL, 2, SMALL),
                      hook_memalign(64, SMALL),
                      hook_aligned_alloc(64, 1024),
+                     hook_valloc(SMALL),
+                     hook_pvalloc(SMALL),
                      aligned};
     for (size_t i = 0; i < COUNT(large); i++) {
         CHECK(um__table_find(large[i]) != NULL && hook_malloc_usable_size(large[i]) >= 2 * MIB);
@@ -149,6 +162,7 @@ static void call_anything(worker *w) {
 }
 
 TEST(all_threads_call_the_hooks) {
+    place_the_heap();
     stress(call_anything);
     for (size_t i = 0; i < N_SHARED; i++) {
         hook_free(atomic_exchange(&shared[i], NULL));

@@ -358,7 +358,7 @@ def test_a_static_program_runs_unless_strict(programs: dict[str, Path]) -> None:
     assert (screen.code, "linked statically" in screen.err) == (3, True)
 
 
-def test_another_allocator_keeps_the_small_allocations(tmp_path: Path) -> None:
+def test_another_allocator_keeps_all_allocations(tmp_path: Path) -> None:
     source = tmp_path / "other.c"
     source.write_text(
         "#define _GNU_SOURCE\n#include <dlfcn.h>\n#include <stddef.h>\nstatic int n;\n"
@@ -369,7 +369,7 @@ def test_another_allocator_keeps_the_small_allocations(tmp_path: Path) -> None:
     other = tmp_path / "libother.so"
     run(tool("gcc"), "-shared", "-fPIC", "-o", other, source)
     script = C + "before = c.other_calls(); c.malloc(100); small = c.other_calls(); "
-    script += "c.malloc(30 * MIB); print(small > before, c.other_calls() == small)\n"
+    script += "c.malloc(30 * MIB); print(small > before, c.other_calls() > small)\n"
     script += "print([p.rpartition('/')[2] for p in os.environ['LD_PRELOAD'].split(':')])"
     done = subprocess.run(
         [sys.executable, "-c", MAIN, "exec", "--", *PYTHON, script],
