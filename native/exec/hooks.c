@@ -156,11 +156,16 @@ static void look_around(void) {
     um__table_note_next(path, used == own);
 }
 
+static void begin_child(void) {
+    um__later_in_child();
+    um__table_in_child();
+}
+
 __attribute__((constructor)) static void start(void) {
     begin();
     if (um__settings_now.active) {
         look_around();
-        pthread_atfork(um__table_lock, um__table_unlock, um__table_in_child);
+        pthread_atfork(um__table_lock, um__table_unlock, begin_child);
     }
 }
 

@@ -20,6 +20,10 @@ typedef struct kept {
 
 static kept kept_now[MOST_KEPT]; /* under the table's lock */
 static uint64_t kept_bytes, n_kept_ever;
+/* Of a large mapping, so much is tried; other memory follows what the last trial has found. */
+enum { TRIAL_SHARE = 16, MOST_TRIED = 32 << 20 };
+static const uint64_t SLOW_FOR_NS = 2000000000;
+static _Atomic uint64_t slow_until;
 static _Atomic int was_said;
 
 static size_t round_up(size_t nbytes, size_t to) {
@@ -113,6 +117,29 @@ static bool place(um__record *record) {
     return all || !asked->strict;
 }
 
+/* Notes that a mapping has small pages for now, which later.c joins. */
+static void note_stall(um__record *record) {
+    um__sys_advise(address_of(record), record->nbytes, MADV_NOHUGEPAGE);
+    record->state |= UM__IS_STALLED | UM__IS_DUE;
+}
+
+/* Looks whether huge pages come at once. Of a small mapping, nothing is touched for that. */
+static void try_pages(um__record *record) {
+    bool stalled = um__sys_now_ns() < slow_until;
+    size_t some = record->nbytes / TRIAL_SHARE;
+    some = (some < MOST_TRIED ? some : MOST_TRIED) / UM__SLOT_BYTES * UM__SLOT_BYTES;
+    if (!um__settings_now.trial || (record->state & UM__IS_ADVISED) == 0) {
+        return;
+    }
+    if (!stalled && some != 0) {
+        um__prefault(address_of(record), some, true, 1, &stalled);
+        slow_until = stalled ? um__sys_now_ns() + SLOW_FOR_NS : 0;
+    }
+    if (stalled) {
+        note_stall(record);
+    }
+}
+
 /* Prefaults as much as there was room for at the start: more could end a program that would never
  * touch it. */
 static void prefault(um__record *record) {
@@ -131,7 +158,7 @@ static void prefault(um__record *record) {
     bool huge = (record->state & UM__IS_ADVISED) != 0, stalled;
     um__prefault(address_of(record), record->nbytes, huge, asked->n_threads, &stalled);
     if (stalled) {
-        record->state |= UM__IS_STALLED;
+        note_stall(record);
         um__place_say("the kernel was slow in finding huge pages: small ones were taken instead");
     }
 }
@@ -168,11 +195,15 @@ static bool enter(const um__record *record) {
         um__table_end();
     }
     um__table_unlock();
+    if (done && (record->state & UM__IS_DUE) != 0) {
+        um__later_begin();
+    }
     return done;
 }
 
-/* Maps record->nbytes with these flags, and places them. hugetlb pages are touched at once: a later
- * touch would end the program if the limit of a cgroup, or the node, had no room for one. */
+/* Maps record->nbytes with these flags, and places them. hugetlb pages are touched at once where a
+ * later touch could end the program: the limit of a cgroup, or the node, may have no room for one.
+ */
 static bool map_placed(um__record *record, size_t align, int flags) {
     void *at = um__place_map(record->nbytes, align, PROT_READ | PROT_WRITE,
                              MAP_PRIVATE | MAP_ANONYMOUS | flags);
@@ -181,7 +212,7 @@ static bool map_placed(um__record *record, size_t align, int flags) {
     }
     record->address = (uintptr_t)at;
     bool placed = place(record), stalled;
-    if (placed && flags != 0) {
+    if (placed && flags != 0 && um__settings_now.touch_pool) {
         placed = um__prefault(at, record->nbytes, false, um__settings_now.n_threads, &stalled);
     }
     if (!placed) {
@@ -291,8 +322,11 @@ void *um__place_take(size_t nbytes, size_t align, um__via via, bool *zeroed) {
         }
         return NULL;
     }
-    if (asked->prefault_bytes != 0) {
+    /* Programs take tables by malloc that they hardly fill. */
+    if (asked->prefault_bytes != 0 && via == UM__ALIGNED) {
         prefault(&record);
+    } else {
+        try_pages(&record);
     }
     void *address = address_of(&record);
     if (!enter(&record)) {
@@ -385,8 +419,13 @@ bool um__place_range(void *address, size_t nbytes, bool touch) {
     bool huge = (record.state & UM__IS_ADVISED) != 0, stalled;
     if (touch) {
         um__prefault(address, nbytes, huge, um__settings_now.n_threads, &stalled);
+        if (stalled) {
+            note_stall(&record);
+        }
     } else if (um__settings_now.prefault_bytes != 0) {
         prefault(&record);
+    } else {
+        try_pages(&record);
     }
     enter(&record); /* without room in the table it is placed, and not shown */
     return true;

@@ -83,6 +83,18 @@ uint64_t um__sys_cpu_ns(void) {
     return (uint64_t)now.tv_sec * 1000000000U + (uint64_t)now.tv_nsec;
 }
 
+uint64_t um__sys_now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000U + (uint64_t)now.tv_nsec;
+}
+
+uint64_t um__sys_faults(void) {
+    struct rusage used;
+    getrusage(RUSAGE_SELF, &used);
+    return (uint64_t)used.ru_minflt;
+}
+
 int um__sys_pid(void) {
     return (int)syscall(SYS_getpid);
 }
