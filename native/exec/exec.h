@@ -85,7 +85,8 @@ void um__settings_read(um__settings *out, const char *text);
 
 typedef enum um__via { UM__MALLOC, UM__CALLOC, UM__REALLOC, UM__ALIGNED, UM__MMAP } um__via;
 
-/* What was done to a mapping: bits of um__record.state. */
+/* What was done to a mapping: bits of um__record.state. Above them is the number of the allocation,
+ * in the order that the program made them. */
 enum {
     UM__IS_HUGETLB = 1,
     UM__IS_ADVISED = 2,
@@ -95,7 +96,8 @@ enum {
     UM__IS_STALLED = 32,  /* the kernel took too long to find huge pages */
     UM__IS_FALLBACK = 64, /* the pool of hugetlb pages had no room */
     UM__IS_KEPT = 128,    /* freed, and kept for the next allocation */
-    UM__IS_DUE = 256      /* its small pages are still to be joined */
+    UM__IS_DUE = 256,     /* its small pages are still to be joined */
+    UM__NUMBER_SHIFT = 12
 };
 
 typedef struct um__record {

@@ -25,6 +25,7 @@ enum { TRIAL_SHARE = 16, MOST_TRIED = 32 << 20 };
 static const uint64_t SLOW_FOR_NS = 2000000000;
 static _Atomic uint64_t slow_until;
 static _Atomic int was_said;
+static _Atomic uint32_t n_taken;
 
 static size_t round_up(size_t nbytes, size_t to) {
     return (nbytes + to - 1) / to * to;
@@ -182,6 +183,11 @@ static void count_shortfalls(const um__record *record) {
     }
 }
 
+/* Returns a state with the number of the next allocation. */
+static uint32_t numbered(uint32_t state) {
+    return (state & ((1U << UM__NUMBER_SHIFT) - 1)) | ++n_taken << UM__NUMBER_SHIFT;
+}
+
 /* Enters what was placed. Returns false if the table has no room. */
 static bool enter(const um__record *record) {
     um__table_lock();
@@ -251,7 +257,7 @@ static bool take_kept(size_t nbytes, size_t align, um__via via, um__record *out)
             um__record now = *entered;
             now.asked = nbytes;
             now.via = via;
-            now.state &= ~(uint32_t)UM__IS_KEPT;
+            now.state = numbered(now.state & ~(uint32_t)UM__IS_KEPT);
             found = um__table_change(entered, now);
             *out = now;
         }
@@ -328,6 +334,7 @@ void *um__place_take(size_t nbytes, size_t align, um__via via, bool *zeroed) {
     } else {
         try_pages(&record);
     }
+    record.state = numbered(record.state);
     void *address = address_of(&record);
     if (!enter(&record)) {
         um__sys_unmap(address, record.nbytes);
