@@ -413,6 +413,8 @@ def test_the_report_says_what_was_placed(tmp_path: Path) -> None:
     kept = of_size[30 * MIB]
     assert kept["granted"]["resident_bytes"] == 30 * MIB
     assert 20 * MIB in of_size
+    assert facts["became_resident_bytes"] >= 30 * MIB
+    assert facts["became_huge_bytes"] <= facts["became_resident_bytes"]
     assert facts["malloc_is_placed"]
     assert "libc" in facts["allocator"]
 

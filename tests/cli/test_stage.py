@@ -193,7 +193,9 @@ def test_memory_that_llama_cpp_does_not_share_is_named(
         assert "a copy of its own of up to 3.0 MiB of it (75% of the tensors)" in err
         assert "--no-repack keeps all of it shared" in err
     cli_stage.stage_for(str(model))  # for `unimem exec --stage`
-    assert "a copy of its own of up to 3.0 MiB of it (75% of the tensors)" in capsys.readouterr().err
+    assert (
+        "a copy of its own of up to 3.0 MiB of it (75% of the tensors)" in capsys.readouterr().err
+    )
     monkeypatch.setattr(cli_stage, "find_repacked", lambda *_: RepackedByLlamaCpp(0, 4 * MIB))
     assert "repack" not in run(model).err
 
