@@ -46,6 +46,8 @@ int um__sys_share(void *at, size_t nbytes, const char *name);
 uint64_t um__sys_cpu_ns(void);
 /* Returns the time of a clock that never goes back. */
 uint64_t um__sys_now_ns(void);
+/* Reads a pool of hugetlb pages: all, and those that are neither used nor promised. */
+bool um__sys_pool(size_t page_bytes, size_t *out_total, size_t *out_unused);
 /* Returns how many page faults this process has had. */
 uint64_t um__sys_faults(void);
 int um__sys_pid(void);
@@ -210,6 +212,8 @@ void *um__place_resize(void *address, size_t nbytes);
 bool um__place_range(void *address, size_t nbytes, bool touch);
 /* Maps exactly nbytes at a multiple of align. */
 void *um__place_map(size_t nbytes, size_t align, int protection, int flags);
+/* Called when `strict` has refused memory; NULL: nothing is. */
+extern void (*um__when_refused)(void);
 /* Prints a line for the command on standard error, once. */
 void um__place_say(const char *text);
 

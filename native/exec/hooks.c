@@ -193,6 +193,12 @@ static void report(void) {
     }
 }
 
+__attribute__((constructor)) static void report_refusals(void) {
+    if (um__settings_now.strict) {
+        um__when_refused = report;
+    }
+}
+
 __attribute__((destructor)) static void end(void) {
     report();
 }

@@ -2,6 +2,7 @@
 #include "exec.h"
 
 #include <errno.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -26,6 +27,7 @@ static const uint64_t SLOW_FOR_NS = 2000000000;
 static _Atomic uint64_t slow_until;
 static _Atomic int was_said;
 static _Atomic uint32_t n_taken;
+void (*um__when_refused)(void);
 
 static size_t round_up(size_t nbytes, size_t to) {
     return (nbytes + to - 1) / to * to;
@@ -36,7 +38,7 @@ void um__place_say(const char *text) {
         return;
     }
     static const char end[] = "; unimem report shows how much\n";
-    char line[256] = "unimem exec: ";
+    char line[320] = "unimem exec: ";
     size_t n = strlen(line), room = sizeof line - n - sizeof end;
     strncat(line, text, room);
     strcat(line, end);
@@ -302,6 +304,28 @@ static bool keep(um__record *record, um__record *out_gone, int *out_n) {
 
 /* ---- malloc's kind ---- */
 
+/* Says which allocation fails under `strict`, before the program ends for it, and of a pool how many
+ * pages are missing, and the command that adds them. */
+static void say_refused(size_t nbytes) {
+    char text[224];
+    size_t page = hugetlb_bytes();
+    size_t needed = page == 0 ? 0 : (nbytes + page - 1) / page, total = 0, unused = 0;
+    if (page == 0 || !um__sys_pool(page, &total, &unused) || unused >= needed) {
+        um__place_say("--strict: an allocation that could not be placed as asked has failed");
+    } else {
+        snprintf(
+            text, sizeof text,
+            "--strict: an allocation of %zu MiB has failed: %zu huge pages are missing, and the"
+            " program may need more: echo %zu > /sys/kernel/mm/hugepages/hugepages-%zukB/"
+            "nr_hugepages",
+            nbytes >> 20, needed - unused, total + needed - unused, page >> 10);
+        um__place_say(text);
+    }
+    if (um__when_refused != NULL) {
+        um__when_refused(); /* programs abort, and then nothing can report */
+    }
+}
+
 void *um__place_take(size_t nbytes, size_t align, um__via via, bool *zeroed) {
     const um__settings *asked = &um__settings_now;
     um__record record = {.asked = nbytes, .via = via};
@@ -324,7 +348,7 @@ void *um__place_take(size_t nbytes, size_t align, um__via via, bool *zeroed) {
         um__table_end();
         um__table_unlock();
         if (asked->strict) {
-            um__place_say("--strict: an allocation that could not be placed as asked has failed");
+            say_refused(nbytes);
         }
         return NULL;
     }

@@ -30,6 +30,7 @@ int __wrap_um__sys_lock(void *at, size_t nbytes);
 uint64_t __wrap_um__sys_cpu_ns(void);
 uint64_t __wrap_um__sys_now_ns(void);
 uint64_t __wrap_um__sys_faults(void);
+bool __wrap_um__sys_pool(size_t page_bytes, size_t *out_total, size_t *out_unused);
 void __real_um__later_begin(void);
 void __wrap_um__later_begin(void);
 
@@ -83,6 +84,13 @@ uint64_t __wrap_um__sys_now_ns(void) {
 
 uint64_t __wrap_um__sys_faults(void) {
     return faults;
+}
+
+/* A pool of 20 pages, 3 of them unused. */
+bool __wrap_um__sys_pool(size_t page_bytes, size_t *out_total, size_t *out_unused) {
+    *out_total = 20;
+    *out_unused = 3;
+    return page_bytes == 2 << 20;
 }
 
 /* The tests take its steps. */

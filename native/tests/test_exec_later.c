@@ -107,3 +107,41 @@ TEST(a_thread_advises_a_mapping_of_the_program_s_and_joins_nothing) {
     CHECK_EQ(n_advised, before + 1);
     um__ranges_unmap(at, 64 * MIB);
 }
+
+static int n_refused;
+
+static void count_refusal(void) {
+    n_refused++;
+}
+
+TEST(a_strict_refusal_says_how_many_pages_are_missing) {
+    int pipes[2], kept = dup(STDERR_FILENO);
+    char text[600] = "";
+    snprintf(text, sizeof text, "1 pages=2m page=4096 thp=2097152 min=1048576 strict=1 pid=%d",
+             (int)getpid());
+    REQUIRE(pipe(pipes) == 0 && kept >= 0);
+    begin_with(text);
+    hugetlb_errno = ENOMEM;
+    um__when_refused = count_refusal;
+    dup2(pipes[1], STDERR_FILENO);
+    void *at = um__large_malloc(120 * MIB);
+    dup2(kept, STDERR_FILENO);
+    CHECK(at == NULL && errno == ENOMEM);
+    CHECK_EQ(n_refused, 1);
+    um__when_refused = NULL;
+    ssize_t n = read(pipes[0], text, sizeof text - 1);
+    text[n < 0 ? 0 : n] = '\0';
+    CHECK(strstr(text, "120 MiB has failed: 57 huge pages are missing") != NULL);
+    CHECK(strstr(text, "echo 77 > /sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages") != NULL);
+    close(pipes[0]);
+    close(pipes[1]);
+    close(kept);
+}
+
+TEST(pages_of_a_sure_pool_are_not_touched) {
+    begin_with("1 pages=2m page=4096 thp=2097152 min=1048576 touch=0");
+    populate_errno = EFAULT; /* a touch would be refused */
+    char *at = um__large_malloc(4 * MIB);
+    CHECK((state_of(at) & UM__IS_HUGETLB) != 0 && !is_there(at));
+    um__large_free(at);
+}
