@@ -186,8 +186,8 @@ size_t um__table_asked(const void *address, size_t *out_nbytes);
 
 /* ---- prefault.c ---- */
 
-/* Touches a range; false: the kernel refused a page. *out_stalled: huge pages were slow to come, and
- * the rest has small ones, and the advice to stay so. */
+/* Touches a range; false: the kernel refused a page. *out_stalled: huge pages were slow: the
+ * rest has small ones, and the advice to stay so. */
 bool um__prefault(void *at, size_t nbytes, bool huge, unsigned n_threads, bool *out_stalled);
 
 /* ---- later.c ---- */

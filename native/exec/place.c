@@ -304,7 +304,7 @@ static bool keep(um__record *record, um__record *out_gone, int *out_n) {
 
 /* ---- malloc's kind ---- */
 
-/* Says which allocation fails under `strict`, before the program ends for it, and of a pool how many
+/* Says which allocation fails under `strict`, before the program ends for it; of a pool, how many
  * pages are missing, and the command that adds them. */
 static void say_refused(size_t nbytes) {
     char text[224];

@@ -138,7 +138,7 @@ def _settle(asked: dict[str, str]) -> dict[str, Any] | None:
         if not _is_unlimited("memory.max", "memory.high", "cpu.max"):
             return None
         room = int(_field("/proc/meminfo", "MemAvailable").split()[0]) << 10
-        found |= {"prefault_bytes": room - room // SPARE, "threads": _count_cores()}
+        found["prefault"] = room - room // SPARE, _count_cores()
     return found
 
 
@@ -336,8 +336,7 @@ def settings(
     numa: str | None = None,
     lock: bool = False,
     strict: bool = False,
-    prefault_bytes: int = 0,
-    threads: int = 1,
+    prefault: tuple[int, int] = (0, 1),
     touch_pool: bool = True,
     report: bool = False,
 ) -> str:
@@ -355,10 +354,8 @@ def settings(
         The same policy in the user's words, for reports.
     lock, strict, report : bool
         Whether memory is locked, whether a downgrade is a failure, whether a report is written.
-    prefault_bytes : int
-        The most bytes to prefault at a time.
-    threads : int
-        Threads that prefault.
+    prefault : (int, int)
+        The most bytes to prefault at a time, and the threads that do it.
     touch_pool : bool
         Whether hugetlb pages are touched at once, since the pool may break its promise.
     """
@@ -372,8 +369,8 @@ def settings(
         "lock": int(lock),
         "strict": int(strict),
         "report": int(report),
-        "prefault": prefault_bytes,
-        "threads": threads,
+        "prefault": prefault[0],
+        "threads": prefault[1],
         "touch": int(touch_pool),
         "trial": int(host_takes_pages()),
         "pid": os.getpid(),

@@ -106,8 +106,7 @@ def exec_(
         numa=None if policy is None else str(policy),
         lock=lock,
         strict=strict,
-        prefault_bytes=room - room // SPARE,
-        threads=limits.thread_count() if prefault else 1,
+        prefault=(room - room // SPARE, limits.thread_count()),
         touch_pool=is_prefaulted(PlacementChoice(pages, policy, False), limits),
         report=report is not None,
     )
