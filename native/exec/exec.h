@@ -6,6 +6,7 @@
  *     heap.c       malloc and its kind, over mappings and the next allocator
  *     ranges.c     mmap and its kind
  *     place.c      one mapping: where it lies, how it is placed, and its end
+ *     later.c      joining small pages into huge ones, once the program has started
  *     prefault.c   touching it, by several threads, with an eye on the clock
  *     table.c      what is mapped now: the ledger that other processes read
  *     index.c      its records by address
@@ -44,6 +45,12 @@ int um__sys_lock(void *at, size_t nbytes);
 int um__sys_share(void *at, size_t nbytes, const char *name);
 /* Returns the CPU time of this thread, with the kernel's work for it. */
 uint64_t um__sys_cpu_ns(void);
+/* Returns the time of a clock that never goes back. */
+uint64_t um__sys_now_ns(void);
+/* Reads a pool of hugetlb pages: all, and those that are neither used nor promised. */
+bool um__sys_pool(size_t page_bytes, size_t *out_total, size_t *out_unused);
+/* Returns how many page faults this process has had. */
+uint64_t um__sys_faults(void);
 int um__sys_pid(void);
 /* Returns when this process began, in ticks as of /proc/PID/stat; 0 if that is not known. */
 uint64_t um__sys_started(void);
@@ -71,6 +78,8 @@ typedef struct um__settings {
     uint64_t nodes[16]; /* a bit a node */
     bool lock, strict;
     bool report;             /* mappings that end are recorded */
+    bool trial;              /* a host may have taken free memory: huge pages are tried first */
+    bool touch_pool;         /* the pool may break its promise: its pages are touched at once */
     uint64_t prefault_bytes; /* the most that is prefaulted at a time */
     unsigned n_threads;      /* that prefault */
     int pid;                 /* of the command's own process */
@@ -85,7 +94,8 @@ void um__settings_read(um__settings *out, const char *text);
 
 typedef enum um__via { UM__MALLOC, UM__CALLOC, UM__REALLOC, UM__ALIGNED, UM__MMAP } um__via;
 
-/* What was done to a mapping: bits of um__record.state. */
+/* What was done to a mapping: bits of um__record.state. Above them is the number of the allocation,
+ * in the order that the program made them. */
 enum {
     UM__IS_HUGETLB = 1,
     UM__IS_ADVISED = 2,
@@ -95,7 +105,9 @@ enum {
     UM__IS_STALLED = 32,  /* the kernel took too long to find huge pages */
     UM__IS_FALLBACK = 64, /* the pool of hugetlb pages had no room */
     UM__IS_KEPT = 128,    /* freed, and kept for the next allocation */
-    UM__IS_CHANGED = 256  /* by the program, in a way that outlives free: it is not kept */
+    UM__IS_CHANGED = 256, /* by the program, in a way that outlives free: it is not kept */
+    UM__IS_DUE = 512,     /* its small pages are still to be joined */
+    UM__NUMBER_SHIFT = 12
 };
 
 typedef struct um__record {
@@ -186,6 +198,8 @@ bool um__table_overlaps(uintptr_t address, size_t nbytes, um__record *out);
 void um__table_note_change(uintptr_t address, size_t nbytes);
 /* Returns whether a range lies in hugetlb pages of one mapping. Takes the lock itself. */
 bool um__table_is_hugetlb(uintptr_t address, size_t nbytes);
+/* Returns a record whose small pages are to be joined, or NULL. */
+um__record *um__table_due(void);
 um__counts *um__table_counts(void);
 /* Around a change of counts alone. */
 void um__table_begin(void);
@@ -198,8 +212,18 @@ size_t um__table_asked(const void *address, size_t *out_nbytes);
 
 /* ---- prefault.c ---- */
 
-/* Touches a range; false: the kernel refused a page. *out_stalled: some pages are small ones. */
+/* Touches a range; false: the kernel refused a page. *out_stalled: huge pages were slow: the
+ * rest has small ones, and the advice to stay so. */
 bool um__prefault(void *at, size_t nbytes, bool huge, unsigned n_threads, bool *out_stalled);
+
+/* ---- later.c ---- */
+
+/* Starts the thread that joins small pages, unless it runs. It ends when there are none. */
+void um__later_begin(void);
+/* Does a part of its work. Returns the nanoseconds to wait before the next; 0: nothing is left. */
+uint64_t um__later_step(void);
+/* A forked child has no such thread. */
+void um__later_in_child(void);
 
 /* ---- place.c ---- */
 
@@ -216,6 +240,8 @@ void um__place_again(um__record *record);
 bool um__place_range(void *address, size_t nbytes, bool touch);
 /* Maps exactly nbytes at a multiple of align. */
 void *um__place_map(size_t nbytes, size_t align, int protection, int flags);
+/* Called when `strict` has refused memory; NULL: nothing is. */
+extern void (*um__when_refused)(void);
 /* Prints a line for the command on standard error, once. */
 void um__place_say(const char *text);
 

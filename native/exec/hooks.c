@@ -192,6 +192,11 @@ static void begin(void) {
     um__next_now = found;
 }
 
+static void begin_child(void) {
+    um__later_in_child();
+    um__table_in_child();
+}
+
 /* Registers the table's lock once, before anyone else registers a handler: it is taken last before
  * a fork, and given back first. Other handlers may allocate, and wait for threads that do. */
 static void guard_forks(void) {
@@ -199,7 +204,7 @@ static void guard_forks(void) {
     begin();
     if (!is_guarded && um__settings_now.active) {
         is_guarded = true;
-        register_next(um__table_lock, um__table_unlock, um__table_in_child, NULL);
+        register_next(um__table_lock, um__table_unlock, begin_child, NULL);
     }
 }
 
@@ -281,6 +286,12 @@ static void report(void) {
     if (posix_spawn(&child, program, NULL, NULL, words, environment) == 0) {
         while (waitpid(child, NULL, 0) < 0 && errno == EINTR) {
         }
+    }
+}
+
+__attribute__((constructor)) static void report_refusals(void) {
+    if (um__settings_now.strict) {
+        um__when_refused = report;
     }
 }
 

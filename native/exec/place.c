@@ -2,6 +2,7 @@
 #include "exec.h"
 
 #include <errno.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -19,7 +20,13 @@ typedef struct kept {
 
 static kept kept_now[MOST_KEPT]; /* under the table's lock */
 static uint64_t kept_bytes, n_kept_ever;
+/* Of a large mapping, so much is tried; other memory follows what the last trial has found. */
+enum { TRIAL_SHARE = 16, MOST_TRIED = 32 << 20 };
+static const uint64_t SLOW_FOR_NS = 2000000000;
+static _Atomic uint64_t slow_until;
 static _Atomic int was_said;
+static _Atomic uint32_t n_taken;
+void (*um__when_refused)(void);
 
 static size_t round_up(size_t nbytes, size_t to) {
     return (nbytes + to - 1) / to * to;
@@ -30,7 +37,7 @@ void um__place_say(const char *text) {
         return;
     }
     static const char end[] = "; unimem report shows how much\n";
-    char line[256] = "unimem exec: ";
+    char line[320] = "unimem exec: ";
     size_t n = strlen(line), room = sizeof line - n - sizeof end;
     strncat(line, text, room);
     strcat(line, end);
@@ -111,6 +118,29 @@ static bool place(um__record *record) {
     return all || !asked->strict;
 }
 
+/* Notes that a mapping has small pages for now, which later.c joins. */
+static void note_stall(um__record *record) {
+    um__sys_advise(address_of(record), record->nbytes, MADV_NOHUGEPAGE);
+    record->state |= UM__IS_STALLED | UM__IS_DUE;
+}
+
+/* Looks whether huge pages come at once. Of a small mapping, nothing is touched for that. */
+static void try_pages(um__record *record) {
+    bool stalled = um__sys_now_ns() < slow_until;
+    size_t some = record->nbytes / TRIAL_SHARE;
+    some = (some < MOST_TRIED ? some : MOST_TRIED) / UM__SLOT_BYTES * UM__SLOT_BYTES;
+    if (!um__settings_now.trial || (record->state & UM__IS_ADVISED) == 0) {
+        return;
+    }
+    if (!stalled && some != 0) {
+        um__prefault(address_of(record), some, true, 1, &stalled);
+        slow_until = stalled ? um__sys_now_ns() + SLOW_FOR_NS : 0;
+    }
+    if (stalled) {
+        note_stall(record);
+    }
+}
+
 /* Prefaults as much as there was room for at the start: more could end a program that would never
  * touch it. */
 static void prefault(um__record *record) {
@@ -129,7 +159,7 @@ static void prefault(um__record *record) {
     bool huge = (record->state & UM__IS_ADVISED) != 0, stalled;
     um__prefault(address_of(record), record->nbytes, huge, asked->n_threads, &stalled);
     if (stalled) {
-        record->state |= UM__IS_STALLED;
+        note_stall(record);
         um__place_say("the kernel was slow in finding huge pages: small ones were taken instead");
     }
 }
@@ -153,6 +183,11 @@ static void count_shortfalls(const um__record *record) {
     }
 }
 
+/* Returns a state with the number of the next allocation. */
+static uint32_t numbered(uint32_t state) {
+    return (state & ((1U << UM__NUMBER_SHIFT) - 1)) | ++n_taken << UM__NUMBER_SHIFT;
+}
+
 /* Enters what was placed. Returns false if the table has no room. */
 static bool enter(const um__record *record) {
     um__table_lock();
@@ -166,11 +201,15 @@ static bool enter(const um__record *record) {
         um__table_end();
     }
     um__table_unlock();
+    if (done && (record->state & UM__IS_DUE) != 0) {
+        um__later_begin();
+    }
     return done;
 }
 
-/* Maps record->nbytes with these flags, and places them. hugetlb pages are touched at once: a later
- * touch would end the program if the limit of a cgroup, or the node, had no room for one. */
+/* Maps record->nbytes with these flags, and places them. hugetlb pages are touched at once where a
+ * later touch could end the program: the limit of a cgroup, or the node, may have no room for one.
+ */
 static bool map_placed(um__record *record, size_t align, int flags) {
     void *at = um__place_map(record->nbytes, align, PROT_READ | PROT_WRITE,
                              MAP_PRIVATE | MAP_ANONYMOUS | flags);
@@ -179,7 +218,7 @@ static bool map_placed(um__record *record, size_t align, int flags) {
     }
     record->address = (uintptr_t)at;
     bool placed = place(record), stalled;
-    if (placed && flags != 0) {
+    if (placed && flags != 0 && um__settings_now.touch_pool) {
         placed = um__prefault(at, record->nbytes, false, um__settings_now.n_threads, &stalled);
     }
     if (!placed) {
@@ -218,7 +257,7 @@ static bool take_kept(size_t nbytes, size_t align, um__via via, um__record *out)
             um__record now = *entered;
             now.asked = nbytes;
             now.via = via;
-            now.state &= ~(uint32_t)UM__IS_KEPT;
+            now.state = numbered(now.state & ~(uint32_t)UM__IS_KEPT);
             found = um__table_change(entered, now);
             *out = now;
         }
@@ -263,6 +302,28 @@ static bool keep(um__record *record, um__record *out_gone, int *out_n) {
 
 /* ---- malloc's kind ---- */
 
+/* Says which allocation fails under `strict`, before the program ends for it; of a pool, how many
+ * pages are missing, and the command that adds them. */
+static void say_refused(size_t nbytes) {
+    char text[224];
+    size_t page = hugetlb_bytes();
+    size_t needed = page == 0 ? 0 : (nbytes + page - 1) / page, total = 0, unused = 0;
+    if (page == 0 || !um__sys_pool(page, &total, &unused) || unused >= needed) {
+        um__place_say("--strict: an allocation that could not be placed as asked has failed");
+    } else {
+        snprintf(
+            text, sizeof text,
+            "--strict: an allocation of %zu MiB has failed: %zu huge pages are missing, and the"
+            " program may need more: echo %zu > /sys/kernel/mm/hugepages/hugepages-%zukB/"
+            "nr_hugepages",
+            nbytes >> 20, needed - unused, total + needed - unused, page >> 10);
+        um__place_say(text);
+    }
+    if (um__when_refused != NULL) {
+        um__when_refused(); /* programs abort, and then nothing can report */
+    }
+}
+
 void *um__place_take(size_t nbytes, size_t align, um__via via, bool *zeroed) {
     const um__settings *asked = &um__settings_now;
     um__record record = {.asked = nbytes, .via = via};
@@ -285,13 +346,17 @@ void *um__place_take(size_t nbytes, size_t align, um__via via, bool *zeroed) {
         um__table_end();
         um__table_unlock();
         if (asked->strict) {
-            um__place_say("--strict: an allocation that could not be placed as asked has failed");
+            say_refused(nbytes);
         }
         return NULL;
     }
-    if (asked->prefault_bytes != 0) {
+    /* Programs take tables by malloc that they hardly fill. */
+    if (asked->prefault_bytes != 0 && via == UM__ALIGNED) {
         prefault(&record);
+    } else {
+        try_pages(&record);
     }
+    record.state = numbered(record.state);
     void *address = address_of(&record);
     if (!enter(&record)) {
         um__sys_unmap(address, record.nbytes);
@@ -391,8 +456,13 @@ bool um__place_range(void *address, size_t nbytes, bool touch) {
     bool huge = (record.state & UM__IS_ADVISED) != 0, stalled;
     if (touch) {
         um__prefault(address, nbytes, huge, um__settings_now.n_threads, &stalled);
+        if (stalled) {
+            note_stall(&record);
+        }
     } else if (um__settings_now.prefault_bytes != 0) {
         prefault(&record);
+    } else {
+        try_pages(&record);
     }
     enter(&record); /* without room in the table it is placed, and not shown */
     return true;

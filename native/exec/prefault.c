@@ -1,5 +1,5 @@
 /* Touching memory before the program does. The kernel may take long to find huge pages if free
- * memory is in small pieces. */
+ * memory is in small pieces, or if a host has taken them from a virtual machine. */
 #include "exec.h"
 
 #include <errno.h>
@@ -11,8 +11,10 @@
 #include "os/kernel.h"
 
 enum { STEP_BYTES = 2 << 20, MOST_THREADS = 64 };
-/* A step takes 0.1 ms if memory is free, and 5 ms if a host has to find it first. */
-static const uint64_t PATIENCE_NS = 100000000, STEP_NS = 10000000;
+/* A huge page takes 0.2 ms if memory is free, and 4 to 5 ms if a host has to find it first; small
+ * ones take 1 ms for as much. One slow page may be a chance. */
+static const uint64_t SLOW_NS = 1500000;
+enum { MOST_SLOW = 2 };
 /* Less is not worth a thread. */
 static const size_t SHARE_BYTES = 16 << 20;
 
@@ -24,6 +26,7 @@ typedef struct part {
 } part;
 
 static void touch(part *own) {
+    int n_slow = 0;
     uint64_t began = um__sys_cpu_ns();
     for (size_t done = 0; done < own->nbytes;) {
         size_t left = own->nbytes - done, step = left < STEP_BYTES ? left : STEP_BYTES;
@@ -35,15 +38,13 @@ static void touch(part *own) {
             return;
         }
         done += step;
-        uint64_t most = PATIENCE_NS + STEP_NS * (done / STEP_BYTES);
-        if (own->huge && !own->stalled && done < own->nbytes && um__sys_cpu_ns() - began > most) {
+        uint64_t ended = um__sys_cpu_ns();
+        n_slow += ended - began > SLOW_NS;
+        began = ended;
+        if (own->huge && !own->stalled && n_slow == MOST_SLOW) {
             own->stalled = true;
             um__sys_advise(own->at + done, own->nbytes - done, MADV_NOHUGEPAGE);
         }
-    }
-    if (own->stalled) {
-        /* The kernel may join the small pages when it has time (khugepaged). */
-        um__sys_advise(own->at, own->nbytes, MADV_HUGEPAGE);
     }
 }
 

@@ -58,6 +58,8 @@ void um__settings_read(um__settings *out, const char *text) {
     out->lock = number_of(text, "lock", 0) != 0;
     out->strict = number_of(text, "strict", 0) != 0;
     out->report = number_of(text, "report", 0) != 0;
+    out->trial = number_of(text, "trial", 0) != 0;
+    out->touch_pool = number_of(text, "touch", 1) != 0;
     out->prefault_bytes = number_of(text, "prefault", 0);
     out->n_threads = (unsigned)number_of(text, "threads", 1);
     out->pid = (int)number_of(text, "pid", 0);

@@ -5,6 +5,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
@@ -96,6 +97,41 @@ void um__sys_restore_signals(uint64_t before) {
 
 void um__sys_print(const char *text) {
     syscall(SYS_write, STDERR_FILENO, text, strlen(text));
+}
+
+uint64_t um__sys_now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000U + (uint64_t)now.tv_nsec;
+}
+
+static bool read_number(size_t page_bytes, const char *name, size_t *out) {
+    char path[96], text[24];
+    snprintf(path, sizeof path, "/sys/kernel/mm/hugepages/hugepages-%zukB/%s", page_bytes >> 10,
+             name);
+    long fd = syscall(SYS_openat, AT_FDCWD, path, O_RDONLY | O_CLOEXEC);
+    long n = fd < 0 ? -1 : syscall(SYS_read, fd, text, sizeof text - 1);
+    if (fd >= 0) {
+        syscall(SYS_close, fd);
+    }
+    text[n < 0 ? 0 : n] = '\0';
+    *out = strtoull(text, NULL, 10);
+    return n > 0;
+}
+
+bool um__sys_pool(size_t page_bytes, size_t *out_total, size_t *out_unused) {
+    size_t unused, promised;
+    bool done = read_number(page_bytes, "nr_hugepages", out_total) &&
+                read_number(page_bytes, "free_hugepages", &unused) &&
+                read_number(page_bytes, "resv_hugepages", &promised);
+    *out_unused = done && unused > promised ? unused - promised : 0;
+    return done;
+}
+
+uint64_t um__sys_faults(void) {
+    struct rusage used;
+    getrusage(RUSAGE_SELF, &used);
+    return (uint64_t)used.ru_minflt;
 }
 
 int um__sys_pid(void) {

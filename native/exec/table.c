@@ -340,6 +340,15 @@ void um__table_note_change(uintptr_t address, size_t nbytes) {
     um__table_unlock();
 }
 
+um__record *um__table_due(void) {
+    for (uint32_t i = 0; i < table->n_records; i++) {
+        if (records[i].address != 0 && (records[i].state & UM__IS_DUE) != 0) {
+            return &records[i];
+        }
+    }
+    return NULL;
+}
+
 um__counts *um__table_counts(void) {
     return &table->counts;
 }

@@ -6,6 +6,7 @@
 #include <sys/mman.h>
 
 #include "exec.h"
+#include "os/kernel.h"
 #include "test.h"
 
 #ifndef UM_TEST_WITH_HOOKS
@@ -15,7 +16,9 @@ um__next um__next_now; /* hooks.c, which is not here, has it in the library */
 /* The errno that each call fails with, from now on; 0: none. */
 static _Atomic int map_errno, bind_errno, lock_errno, hugetlb_errno, populate_errno;
 /* The step of the clock at each look, and how often the kernel was advised. */
-static _Atomic uint64_t clock_step_ns, n_no_huge, n_advised;
+static _Atomic uint64_t clock_step_ns, n_no_huge, n_advised, n_joined;
+/* The clock, and the page faults, of which later.c asks. */
+static _Atomic uint64_t now_ns, faults, n_begun;
 
 void *__real_um__sys_map(void *at, size_t nbytes, int protection, int flags, int fd, off_t offset);
 void *__wrap_um__sys_map(void *at, size_t nbytes, int protection, int flags, int fd, off_t offset);
@@ -25,6 +28,11 @@ int __wrap_um__sys_bind(void *at, size_t nbytes, int mode, const uint64_t *nodes
 int __real_um__sys_lock(void *at, size_t nbytes);
 int __wrap_um__sys_lock(void *at, size_t nbytes);
 uint64_t __wrap_um__sys_cpu_ns(void);
+uint64_t __wrap_um__sys_now_ns(void);
+uint64_t __wrap_um__sys_faults(void);
+bool __wrap_um__sys_pool(size_t page_bytes, size_t *out_total, size_t *out_unused);
+void __real_um__later_begin(void);
+void __wrap_um__later_begin(void);
 
 static void *fail_with(int number) {
     errno = number;
@@ -47,6 +55,7 @@ void *__wrap_um__sys_map(void *at, size_t nbytes, int protection, int flags, int
 int __wrap_um__sys_advise(void *at, size_t nbytes, int advice) {
     n_no_huge += advice == MADV_NOHUGEPAGE;
     n_advised += advice == MADV_HUGEPAGE;
+    n_joined += advice == MADV_COLLAPSE;
     if (populate_errno != 0 && advice == MADV_POPULATE_WRITE) {
         fail_with(populate_errno);
         return -1;
@@ -69,11 +78,32 @@ uint64_t __wrap_um__sys_cpu_ns(void) {
     return now += clock_step_ns;
 }
 
+uint64_t __wrap_um__sys_now_ns(void) {
+    return now_ns;
+}
+
+uint64_t __wrap_um__sys_faults(void) {
+    return faults;
+}
+
+/* A pool of 20 pages, 3 of them unused. */
+bool __wrap_um__sys_pool(size_t page_bytes, size_t *out_total, size_t *out_unused) {
+    *out_total = 20;
+    *out_unused = 3;
+    return page_bytes == 2 << 20;
+}
+
+/* The tests take its steps. */
+void __wrap_um__later_begin(void) {
+    n_begun++;
+}
+
 /* Begins with these settings. The table is made once. */
 static inline void begin_with(const char *text) {
     static bool has_begun;
     map_errno = bind_errno = lock_errno = hugetlb_errno = populate_errno = 0;
-    clock_step_ns = n_no_huge = n_advised = 0;
+    clock_step_ns = n_no_huge = n_advised = n_joined = n_begun = 0;
+    now_ns += 10000000000U; /* what an earlier test has found is forgotten */
     um__settings_read(&um__settings_now, text);
     um__next_now = (um__next){.malloc = malloc,
                               .calloc = calloc,

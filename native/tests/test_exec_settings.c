@@ -3,8 +3,9 @@
 TEST(all_of_a_text_is_read) {
     um__settings read;
     um__settings_read(&read, "1 pages=2m page=4096 thp=2097152 min=65536 most=1000000 lock=1 "
-                             "strict=1 prefault=123 threads=7 pid=42 report=1 policy=3:a:0:1");
-    CHECK(read.active && read.lock && read.strict && read.report);
+                             "strict=1 prefault=123 threads=7 pid=42 report=1 trial=1 touch=0 "
+                             "policy=3:a:0:1");
+    CHECK(read.active && read.lock && read.strict && read.report && read.trial && !read.touch_pool);
     CHECK_EQ(read.pages, UM__2M);
     CHECK_EQ(read.min_bytes, 65536);
     CHECK_EQ(read.most_bytes, 1000000);
@@ -29,7 +30,7 @@ TEST(each_name_of_pages_is_known) {
         um__settings read;
         um__settings_read(&read, cases[i].text);
         CHECK_EQ(read.pages, cases[i].pages);
-        CHECK(read.active && !read.lock && read.numa_mode == -1);
+        CHECK(read.active && !read.lock && read.numa_mode == -1 && !read.trial && read.touch_pool);
     }
 }
 

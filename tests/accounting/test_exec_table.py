@@ -15,7 +15,7 @@ from unimem.accounting.published import Published
 MIB = 1 << 20
 Record = tuple[int, int, int, int, int]
 RECORDS: list[Record] = [
-    (64 * MIB, 4 * MIB, 3 * MIB, 0, 2),
+    (64 * MIB, 4 * MIB, 3 * MIB, 0, 2 | 7 << 12),
     (0, 0, 7, 0, 0),  # not in use
     (32 * MIB, 2 * MIB, 2 * MIB, 4, 128),
 ]
@@ -64,6 +64,7 @@ def test_a_table_is_read(fd: int) -> None:
         "bind:1",
         3 * MIB,
     )
+    assert used.requested["number"] == 7
     facts = found.facts
     assert (facts["lock"], facts["strict"], facts["prefault"], facts["min_bytes"]) == (
         True,

@@ -38,6 +38,7 @@ def tiny(monkeypatch: Patch) -> None:
     monkeypatch.setattr(decoding, "require_room", lambda n, path: None)
     monkeypatch.setattr(states, "heat", lambda path: None)
     monkeypatch.setattr(states, "ready", lambda nbytes, cpus: None)
+    monkeypatch.setattr(suite, "REST_S", 0.0)
 
 
 class Invented:
@@ -61,6 +62,7 @@ class Invented:
     ("name", "expected"),
     [
         ("llama-start", {WITH: 250, f"{WITH} --prefault": 500, WITHOUT: 1000}),
+        ("llama-start-rested", {WITH: 250, f"{WITH} --prefault": 500, WITHOUT: 1000}),
         ("llama-decode", {WITH: 100, WITHOUT: 50}),
     ],
 )

@@ -307,7 +307,7 @@ def test_an_empty_pool_is_refused(monkeypatch: pytest.MonkeyPatch, no_huge_pages
 def test_policies_are_the_kernel_s_numbers(numa: str, text: str) -> None:
     policy = parse_numa(numa)
     assert policy is not None
-    assert cli_exec._policy_text(policy) == text
+    assert launch.policy_text(policy.mode, policy.nodes) == text
 
 
 # ---- what it cannot do --------------------------------------------------------------------------
@@ -413,6 +413,8 @@ def test_the_report_says_what_was_placed(tmp_path: Path) -> None:
     kept = of_size[30 * MIB]
     assert kept["granted"]["resident_bytes"] == 30 * MIB
     assert 20 * MIB in of_size
+    assert facts["became_resident_bytes"] >= 30 * MIB
+    assert facts["became_huge_bytes"] <= facts["became_resident_bytes"]
     assert facts["malloc_is_placed"]
     assert "libc" in facts["allocator"]
 
@@ -467,14 +469,16 @@ def test_a_model_of_a_type_from_later_is_planned_and_staged(tmp_path: Path) -> N
         (["--min-bytes=64k", "true"], True),
         (["--pages", "auto", "--report", "-", "--", "true"], True),
         (["--pages=2m", "--pages", "auto", "true"], True),
-        (["--min-bytes", "1.5M", "--", "true"], False),
+        (["--min-bytes", "1.5M", "--", "true"], True),
+        (["--min-bytes", "2MiB", "--", "true"], True),
+        (["--min-bytes", "1.0001k", "--", "true"], False),
+        (["--strict", "--", "true"], True),
+        (["--stage", "--", "true", "other.gguf"], True),
+        (["--stage", "--", "true", f"--model={TINY}"], False),
         (["--min-bytes", "1", "--", "true"], False),
-        (["--pages", "2m", "--", "true"], False),
         (["--pages", "4k", "--", "true"], False),
         (["--report", "/no/file", "--", "true"], False),
         (["--lock=1", "--", "true"], False),
-        (["--numa", "interleave", "--", "true"], False),
-        (["--prefault", "--", "true"], False),
         (["--help"], False),
         (["--min_bytes", "64k", "--", "true"], False),
         (["--"], False),
@@ -482,7 +486,7 @@ def test_a_model_of_a_type_from_later_is_planned_and_staged(tmp_path: Path) -> N
         (["--", "no-such-program"], False),
     ],
 )
-def test_the_fast_path_serves_options_without_machine_checks(
+def test_the_fast_path_serves_what_the_machine_surely_has(
     monkeypatch: pytest.MonkeyPatch, words: list[str], is_quick: bool
 ) -> None:
     monkeypatch.delenv("LD_PRELOAD", raising=False)
@@ -497,10 +501,13 @@ def test_the_fast_path_serves_options_without_machine_checks(
         assert variables["LD_PRELOAD"] == LIBRARY
 
 
-@pytest.mark.parametrize("may_lock", [True, False])
-def test_locks_without_a_limit_are_quick(monkeypatch: pytest.MonkeyPatch, may_lock: bool) -> None:
+@pytest.mark.parametrize(
+    ("limit", "may_lock"), [(resource.RLIM_INFINITY, True), (8 * MIB, True), (64 << 10, False)]
+)
+def test_locks_within_the_limit_are_quick(
+    monkeypatch: pytest.MonkeyPatch, limit: int, may_lock: bool
+) -> None:
     monkeypatch.delenv("LD_PRELOAD", raising=False)
-    limit = resource.RLIM_INFINITY if may_lock else 8 * MIB
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     started: list[str] = []
     monkeypatch.setattr(launch, "start", lambda *found: started.append(found[2]["UNIMEM_EXEC"]))
@@ -514,14 +521,107 @@ def test_the_table_has_all_options_of_the_command() -> None:
     }
 
 
-def test_exec_does_not_import_unimem() -> None:
-    script = "import os, sys\nos.execve = lambda *_: sys.exit(str('unimem' in sys.modules))\n"
-    script += "sys.argv[1:] = ['exec', '--', 'true']\nfrom unimem_command import main\nmain()"
+# Files of a machine that has all of it.
+POOL = "/sys/kernel/mm/hugepages/hugepages-2048kB"
+FILES = {
+    "/proc/self/cgroup": "0::/user.slice",
+    "/proc/sys/vm/overcommit_memory": "0",
+    "/sys/fs/cgroup/user.slice/memory.max": "max",
+    "/sys/fs/cgroup/user.slice/cpu.max": "max 100000",
+    "/proc/meminfo": "MemAvailable: 8192 kB",
+    "/proc/self/status": "Seccomp:\t0\nMems_allowed_list:\t0-1",
+    "/sys/devices/system/node/has_memory": "0-1",
+    f"{POOL}/free_hugepages": "3",
+    f"{POOL}/resv_hugepages": "2",
+}
+QUICK = """
+import json, os, sys
+import unimem_exec as launch
+files = json.loads(sys.argv[1])
+def read(path):
+    if "/topology/" in path or "transparent_hugepage" in path:
+        return "0"
+    if path not in files:
+        raise FileNotFoundError(path)
+    return files[path]
+launch._read = read
+heavy = {"unimem", "numpy", "typer", "dataclasses", "re", "typing", "ctypes"} - set(sys.modules)
+def report(program, command, variables):
+    print(variables["UNIMEM_EXEC"], sorted(heavy & set(sys.modules)))
+launch.start = report
+launch.quick(sys.argv[2:])
+"""
+
+
+def quick_settings(files: dict[str, str], *words: str) -> str:
+    """Return the settings of the quick path on a machine with these files; empty without them."""
     env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, env=env
-    )
-    assert (done.returncode, done.stderr) == (1, "False\n")
+    command = [sys.executable, "-c", QUICK, json.dumps(files), *words, "true"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        (("--pages", "2m"), "pages=2m"),
+        (("--numa", "preferred:1"), "policy=1:2 numa=preferred:1"),
+        (("--lock",), "lock=1"),
+        (("--min-bytes", "2M"), "min=2097152"),
+        (("--prefault",), "prefault=7340032 threads=1"),
+        (("--strict",), "strict=1"),
+        (("--stage",), "report=0"),
+        (("--report", "-"), "report=1"),
+    ],
+)
+def test_no_option_imports_anything_large(option: tuple[str, ...], text: str) -> None:
+    made = quick_settings(FILES, *option)
+    assert f" {text} " in made
+    assert made.endswith(" []\n")
+
+
+@pytest.mark.parametrize(
+    ("option", "file", "text"),
+    [
+        (("--pages", "2m"), f"{POOL}/resv_hugepages", "3"),
+        (("--pages", "2m"), "/sys/fs/cgroup/user.slice/hugetlb.2MB.max", "4194304"),
+        (("--pages", "2m", "--numa", "interleave"), "/proc/self/cgroup", "0::/"),
+        (("--pages", "1g"), "/proc/self/cgroup", "0::/"),
+        (("--numa", "preferred:2"), "/proc/self/cgroup", "0::/"),
+        (("--numa", "bind:0"), "/proc/self/cgroup", "0::/"),
+        (("--numa", "interleave"), "/proc/self/status", "Seccomp:\t2\nMems_allowed_list:\t0-1"),
+        (("--numa", "interleave:"), "/proc/self/cgroup", "0::/"),
+        (("--prefault",), "/sys/fs/cgroup/memory.max", "4194304"),
+        (("--prefault",), "/proc/self/cgroup", "1:memory:/a\n0::/a"),
+        (("--prefault",), "/proc/sys/vm/overcommit_memory", "2"),
+    ],
+)
+def test_an_unsure_machine_is_left_to_the_command(
+    option: tuple[str, ...], file: str, text: str
+) -> None:
+    assert quick_settings(FILES | {file: text}, *option) == ""
+
+
+def test_a_host_that_takes_pages_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    features = {"virtio0": "00000", "virtio1": "0000010"}
+    monkeypatch.setattr(os, "listdir", lambda _: [*features, "bind"])
+    monkeypatch.setattr(launch, "_read", lambda path: features[path.split("/")[-2]])
+    assert [launch.host_takes_pages()] == [False]
+    features["virtio0"] = "0110010"
+    assert launch.host_takes_pages()
+    assert " trial=1 " in launch.settings()
+    features |= dict.fromkeys(features, "0110000")
+    assert " trial=0 " in launch.settings()
+
+
+@pytest.mark.parametrize("name", ["sha256-0011", "model.gguf"])
+def test_a_model_is_found_by_its_name_or_its_first_bytes(tmp_path: Path, name: str) -> None:
+    model, other = tmp_path / name, tmp_path / "text"
+    shutil.copy(TINY, model)
+    other.write_text("GGU")
+    assert launch.find_model(str(model)) == ("", str(model))
+    assert launch.find_model(f"--model={model}") == ("--model=", str(model))
+    for word in (str(other), f"{model}.gone", str(tmp_path), "--model="):
+        assert launch.find_model(word) is None
 
 
 # ---- llama.cpp ----------------------------------------------------------------------------------

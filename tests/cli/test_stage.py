@@ -183,13 +183,19 @@ def test_the_holder_is_small_and_alone(model: Path, tmp_path: Path) -> None:
     assert um.get_library() not in maps
 
 
-def test_memory_that_llama_cpp_does_not_share_is_named(model: Path, monkeypatch: Patch) -> None:
+def test_memory_that_llama_cpp_does_not_share_is_named(
+    model: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(cli_stage, "find_repacked", lambda *_: RepackedByLlamaCpp(3 * MIB, 4 * MIB))
     for _ in range(2):  # what was staged already, too
         code, out, err = run(model)
         assert (code, out.count("\n")) == (0, 1)
         assert "a copy of its own of up to 3.0 MiB of it (75% of the tensors)" in err
         assert "--no-repack keeps all of it shared" in err
+    cli_stage.stage_for(str(model))  # for `unimem exec --stage`
+    assert (
+        "a copy of its own of up to 3.0 MiB of it (75% of the tensors)" in capsys.readouterr().err
+    )
     monkeypatch.setattr(cli_stage, "find_repacked", lambda *_: RepackedByLlamaCpp(0, 4 * MIB))
     assert "repack" not in run(model).err
 

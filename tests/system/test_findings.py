@@ -104,7 +104,10 @@ NEEDED: dict[str, tuple[Change, str, str]] = {
 }  # fmt: skip
 
 
+BALLOON = "/sys/bus/virtio/drivers/virtio_balloon/virtio0/features"
 OPTIONAL: dict[str, tuple[Change, str, str]] = {
+    "balloon": (lambda m: m.write(BALLOON, "011001"), "the host takes free huge pages back",
+        "free-page-reporting=off"),
     "kernel": (kernel("6.1.0-18-amd64"), "Linux 6.1 is older than 6.7", "boot Linux 6.7 or newer"),
     "no weights": (all_of(without(WEIGHTS), files(release="6.8.0-40-generic")),
         "Linux 6.8 is older than 6.9", "boot Linux 6.9 or newer"),
@@ -132,6 +135,7 @@ def test_each_fault_is_one_finding(machine: Invented, name: str) -> None:
 
 
 HARMLESS: dict[str, Change] = {
+    "balloon without reporting": lambda m: m.write(BALLOON, "011000"),
     "thp always": thp(enabled="always"),
     "the size overrides never": all_of(thp(enabled="never"), thp(PMD, enabled="madvise")),
     "defrag always, for those who ask": thp(defrag="always"),

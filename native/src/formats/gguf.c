@@ -496,7 +496,7 @@ static um_status read_all(reader *r, um_gguf *gguf) {
 um_status um_gguf_parse(um_gguf *out, const void *bytes, size_t nbytes, uint64_t file_nbytes,
                         um_error *err) {
     UM__INVALID_IF(nbytes > file_nbytes, err, "more bytes than the file has");
-    reader r = {bytes, min_u64(nbytes, HEADER_NBYTES_MAX), file_nbytes, 0, err};
+    reader r = {bytes, min_u64(nbytes, HEADER_NBYTES_MAX), file_nbytes, 0, err, 0};
     um_gguf gguf = {.alignment = ALIGNMENT_DEFAULT};
     um_status status = read_all(&r, &gguf);
     if (status != UM_OK) {

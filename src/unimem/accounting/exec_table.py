@@ -39,6 +39,7 @@ _RECORD = struct.Struct("=QQQII")
 _VIA = ("malloc", "calloc", "realloc", "aligned_alloc", "mmap")
 # Bits of a state.
 _BOUND, _LOCKED, _PREFAULTED, _STALLED, _FALLBACK, _KEPT = 4, 8, 16, 32, 64, 128
+_NUMBER_SHIFT = 12  # above them, the number of the allocation
 _UNKNOWN = (1 << 64) - 1
 
 
@@ -138,6 +139,7 @@ def _entry(record: tuple[int, ...], options: Mapping[str, Any]) -> Entry:
         "is_stalled": bool(state & _STALLED),
         "is_bound": bool(state & _BOUND),
         "is_prefaulted": bool(state & _PREFAULTED),
+        "number": state >> _NUMBER_SHIFT,
     }
     part = Part(CATEGORY, address, nbytes, 0 if state & _KEPT else asked)
     return Entry(CATEGORY, name, address, nbytes, nbytes, requested, None, (part,))

@@ -12,6 +12,7 @@ from unimem._core import ledger
 from unimem._core.ledger import Entry
 from unimem._core.status import device_ledger, row_name
 from unimem.accounting.attribution import attribute, page_runs
+from unimem.accounting.llama_buffers import name_buffers
 from unimem.accounting.mapped_models import MappedModel, models
 from unimem.accounting.published import failure, published
 from unimem.accounting.row import Mapping, Row, find_row, in_order, plain
@@ -156,7 +157,10 @@ def report(pid: int | None = None) -> Report:
     number = counters(pid).pid
     process, entries, known = _read(number)
     mapped = models(process)
+    entries = name_buffers(entries, mapped)
     mappings, rows = attribute(process, entries, mapped)
+    if "exec" in known:
+        known["exec"] |= _became_huge(known["exec"], entries, mappings)
     facts = {
         "pid": process.pid,
         "name": process.name,
@@ -212,6 +216,20 @@ def _read_entries(pid: int) -> tuple[tuple[Entry, ...], dict[str, Any]]:
     if shown.truncated:
         facts["n_entries_left_out"] = shown.truncated
     return shown.entries, facts
+
+
+def _became_huge(
+    placed: dict[str, Any], entries: Iterable[Entry], mappings: Iterable[Mapping]
+) -> dict[str, int]:
+    """Sum what `unimem exec` has placed, in RAM and in huge pages: what exists, and what ended."""
+    addresses = {each.address for each in entries if "is_stalled" in (each.requested or {})}
+    granted = [each.granted for each in mappings if each.address in addresses]
+    ended = placed["ended"]
+    return {
+        f"became_{name}": sum(getattr(each, name) for each in granted)
+        + sum(each[name] or 0 for each in ended)
+        for name in ("resident_bytes", "huge_bytes")
+    }
 
 
 def _describe_model(process: Process, model: MappedModel) -> dict[str, Any]:

@@ -88,6 +88,13 @@ def report_facts(rows: Sequence[Row], facts: Mapping[str, Any]) -> Iterator[list
 
 
 def _heading(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if placed := facts.get("exec"):
+        huge, rss = placed["became_huge_bytes"], placed["became_resident_bytes"]
+        yield (
+            "huge pages",
+            f"{format_bytes(huge)} of {format_bytes(rss)} that unimem exec placed and the program "
+            f"touched ({huge / rss if rss else 0:.0%})",
+        )
     if "pid" in facts:
         yield "process", f"{facts['pid']} {facts['command'] or facts['name']}"
     models = sorted(facts.get("models", ()), key=lambda model: -model["nbytes"])

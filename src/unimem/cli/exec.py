@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from typing import Annotated, Any
@@ -16,16 +15,26 @@ from unimem.cli.options import check_numa, number_parser
 from unimem.errors import PlacementError
 from unimem.system import limits
 from unimem.system.placement import Pages
-from unimem.system.policy import NumaPolicy, Request, decide, parse_numa
+from unimem.system.policy import (
+    NumaPolicy,
+    PlacementChoice,
+    Request,
+    decide,
+    is_prefaulted,
+    parse_numa,
+)
 from unimem_exec import (
     MIN_BYTES,
     NOT_EXECUTABLE,
     NOT_FOUND,
     OPTIONS,
+    SPARE,
     environment,
     find_library,
+    find_model,
     find_program,
     obstacle,
+    policy_text,
     reporter,
     settings,
 )
@@ -35,11 +44,6 @@ __all__ = ["exec_"]
 
 _PROBE_BYTES = {"1g": 1 << 30}
 _THP_BYTES = 2 << 20
-_SPARE = 8  # an eighth of the free memory is not prefaulted, but left to the program
-_SUFFIXES = (".gguf", ".safetensors", ".safetensors.index.json")
-# The kernel's numbers (uapi/linux/mempolicy.h).
-_MODES = {"bind": 2, "interleave": 3, "weighted": 6}
-_PREFERRED, _PREFERRED_MANY = 1, 5
 
 
 def _option(name: str, **more: Any) -> Any:
@@ -98,12 +102,12 @@ def exec_(
     text = settings(
         pages=pages,
         min_bytes=min_bytes or MIN_BYTES,
-        policy=None if policy is None else _policy_text(policy),
+        policy=None if policy is None else policy_text(policy.mode, policy.nodes),
         numa=None if policy is None else str(policy),
         lock=lock,
         strict=strict,
-        prefault_bytes=room - room // _SPARE,
-        threads=limits.thread_count(),
+        prefault=(room - room // SPARE, limits.thread_count()),
+        touch_pool=is_prefaulted(PlacementChoice(pages, policy, False), limits),
         report=report is not None,
     )
     try:
@@ -161,21 +165,12 @@ def _warn_of_pages(nbytes: int) -> None:
         _tell(f"warning: {each.message}")
 
 
-def _policy_text(policy: NumaPolicy) -> str:
-    one = len(policy.nodes) == 1
-    mode = _MODES.get(policy.mode, _PREFERRED if one else _PREFERRED_MANY)
-    bits = sum(1 << node for node in policy.nodes)
-    words = [bits >> shift & (1 << 64) - 1 for shift in range(0, max(bits.bit_length(), 1), 64)]
-    return ":".join([str(mode), *(f"{word:x}" for word in words)])
-
-
 def _staged(word: str) -> str:
     """Stage a model that an argument names, as FILE or --option=FILE; return others unchanged."""
-    option, sign, value = word.partition("=")
-    path = value if option.startswith("-") and sign else word
-    if not path.endswith(_SUFFIXES) or not os.path.isfile(path):
+    found = find_model(word)
+    if found is None:
         return word
     from unimem.cli.stage import stage_for
 
-    staged = stage_for(path)
-    return f"{option}={staged}" if path is value else staged
+    start, path = found
+    return start + stage_for(path)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 
-from unimem.accounting.exec_table import CATEGORY
 from unimem.accounting.report import report
 from unimem.accounting.report_text import report_lines
 from unimem.base.atomic_file import write_text
@@ -20,7 +19,7 @@ def main(pid: int, file: str) -> int:
     """Write the report of a process to a path, or for "-" as a page on standard error."""
     made = report(pid)
     if file == "-":
-        placed = [mapping for mapping in made.mappings if mapping.category == CATEGORY]
+        placed = [each for each in made.mappings if "is_stalled" in (each.requested or {})]
         lines = report_lines(Surface(), made.rows, made.facts, placed)
         print("\n".join(lines), file=sys.stderr)
     else:

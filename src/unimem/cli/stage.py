@@ -17,7 +17,7 @@ from unimem.cli.options import AsJson, NumaNodes, check_numa, value_option
 from unimem.remote.client import is_url, shown, url_key
 from unimem.staging.backings import sweep
 from unimem.staging.keeper import drop, exclude_others, hold, hold_files
-from unimem.staging.llama_cpp import cpu_features, find_repacked
+from unimem.staging.llama_cpp import RepackedByLlamaCpp, cpu_features, find_repacked
 from unimem.staging.stage import stage as make_stage
 from unimem.staging.unfinished import find_unfinished
 from unimem.system.placement import Pages, sum_placements
@@ -151,11 +151,13 @@ def stage_for(model: str) -> str:
     asked: dict[str, Any] = {"pages": "auto", "numa": None, "lock": False, "backing": "auto"}
     source = durable_path(model)
     with open_files(model) as opened:
+        repacked = find_repacked(opened, cpu_features())
         versions = opened.versions()
     with ExitStack() as stack:
         stack.enter_context(_alone(source))
         held = _reuse(source, asked, versions) or stack.enter_context(_read_in(model, asked))
         _tell(f"{source} is staged as {held.path}, until: unimem stage --drop {held.path}")
+        _tell_of_copies(repacked)
     return held.path
 
 
@@ -180,17 +182,23 @@ def _stage(model: str, asked: dict[str, Any], *, as_json: bool, verify: bool) ->
             terminal.show_path(held.path)
         again = "was staged already" if found is not None else "is staged"
         _tell(f"{source} {again}: {_describe(held)}")
-        if repacked.nbytes and not held.is_repacked:
-            share = repacked.nbytes / repacked.total_bytes
-            _tell(
-                f"each llama.cpp on this CPU makes a copy of its own of up to "
-                f"{format_bytes(repacked.nbytes)} of it ({share:.0%} of the tensors), in another "
-                "order: --no-repack keeps all of it shared"
-            )
+        if not held.is_repacked:
+            _tell_of_copies(repacked)
         if held.pid:
             _tell(f"process {held.pid} keeps it, until: unimem stage --drop {held.path}")
         for warning in held.warnings:
             _tell(f"warning: {warning}")
+
+
+def _tell_of_copies(repacked: RepackedByLlamaCpp) -> None:
+    """Say how much of a model each llama.cpp copies."""
+    if repacked.nbytes:
+        share = repacked.nbytes / repacked.total_bytes
+        _tell(
+            f"each llama.cpp on this CPU makes a copy of its own of up to "
+            f"{format_bytes(repacked.nbytes)} of it ({share:.0%} of the tensors), in another "
+            "order: --no-repack keeps all of it shared"
+        )
 
 
 def _alone(source: str) -> AbstractContextManager[None]:

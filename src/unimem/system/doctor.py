@@ -48,6 +48,7 @@ _FEATURES = tuple(
 )
 _CAP_IPC_LOCK, _CAP_SYS_NICE = 14, 23  # <linux/capability.h>
 _SECCOMP_FILTER = 2
+_REPORTING = 5  # the bit of free page reporting (uapi/linux/virtio_balloon.h)
 
 
 class Machine(MachineFacts):
@@ -230,7 +231,19 @@ def _thp(status: Mapping[str, str]) -> Thp:
         shm_mount=_shm_mount(),
         is_disabled_for_process=status.get("THP_enabled") == "0",
         sizes=tuple(sorted(sizes, key=lambda size: size.page_bytes)),
+        host_takes_pages=_host_takes_pages(),
     )
+
+
+def _host_takes_pages() -> bool:
+    """Look for a balloon with free page reporting."""
+    balloons = "/sys/bus/virtio/drivers/virtio_balloon"
+    features = (
+        kernel_files.read_text(f"{balloons}/{name}/features") or ""
+        for name in kernel_files.list_names(balloons)
+        if name.startswith("virtio")
+    )
+    return any(bits[_REPORTING : _REPORTING + 1] == "1" for bits in features)
 
 
 def _shm_mount() -> str | None:

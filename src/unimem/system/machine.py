@@ -112,6 +112,8 @@ class Thp:
         Whether ``prctl(PR_SET_THP_DISABLE)`` is in effect.
     sizes : tuple of ThpSize
         The kernel's sizes, ascending; empty before Linux 6.8.
+    host_takes_pages : bool
+        Whether the host takes free huge pages of this virtual machine (free page reporting).
     """
 
     page_bytes: int | None
@@ -122,6 +124,7 @@ class Thp:
     shm_mount: str | None
     is_disabled_for_process: bool
     sizes: tuple[ThpSize, ...]
+    host_takes_pages: bool = False
 
     @property
     def size(self) -> ThpSize | None:
