@@ -18,7 +18,7 @@ NATIVE := $(wildcard native/include/*.h native/src/*/*.[ch] native/exec/*.[ch] b
           tools/stubs.py CMakeLists.txt $(wildcard cmake/*) pyproject.toml
 C_FILES := $(wildcard native/include/*.h native/src/*/*.[ch] native/exec/*.[ch] native/tests/*.[ch]) \
            $(wildcard native/fuzz/*.[ch]) \
-           $(wildcard bench/native/*.[ch] tests/support/kernel/shim/*.c) \
+           $(wildcard bench/native/*.[ch] tests/support/kernel/shim/*.c tests/exec/*.c tests/exec/*.cpp) \
            $(wildcard examples/c/*.[ch] examples/cpp/*.[ch]pp) \
            $(wildcard src/unimem/cuda/*.cu ggml/src/unimem_ggml/*.h)
 
@@ -30,7 +30,8 @@ WORKERS ?= $(shell nproc)
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --timeout 600
 
 .PHONY: run test test-all test-c test-py coverage mutants test-numa test-gpu test-vllm test-lmcache llama-prefixes models faults kills wheels \
-        gpu-wheels docs release-check check format asan tsan fuzz soak install bench bench-docs bench-stream clean
+        gpu-wheels docs release-check check format asan tsan fuzz soak install bench bench-docs bench-stream clean \
+        test-transformers architectures
 
 run: $(VENV)/.run
 	$(BIN)/unimem run
@@ -79,6 +80,21 @@ models: $(VENV)/.installed
 # BINDING one that has llama-cpp-python.
 llama-prefixes: $(VENV)/.installed
 	$(BIN)/python tools/llama_prefixes.py $(if $(LLAMA),--llama $(LLAMA)) $(if $(BINDING),--binding $(BINDING))
+
+# What the tests of llama.cpp's doors want: its newest server, and llama-cpp-python. 500 MB.
+$(BUILD)/llama: $(VENV)/.installed
+	$(BIN)/python tools/llama_env.py $@
+
+# The other minor of transformers with all of its tests: 130 MB, a minute.
+OTHER ?= 5.23
+test-transformers: $(VENV)/.frameworks
+	test -d $(BUILD)/transformers-$(OTHER) || $(PIP) --no-deps \
+	    --target $(BUILD)/transformers-$(OTHER) "transformers==$(OTHER).*"
+	PYTHONPATH=$(BUILD)/transformers-$(OTHER) $(BIN)/python -m pytest -q --all tests/transformers
+
+# The table of docs/transformers.md.
+architectures: $(VENV)/.frameworks
+	$(BIN)/python tools/architectures.py
 
 # Real vLLM on CPUs, with the tier of unimem.vllm: docs/engines.md. 3.6 GB, 10 minutes.
 test-vllm: $(VENV)/.installed
@@ -239,6 +255,7 @@ bench-stream: $(VENV)/.frameworks
 	$(BIN)/python -m unimem_bench.llama_build >/dev/null
 	$(BIN)/unimem bench stream --dir $(BUILD)/bench --output bench/results/stream.json
 	$(BIN)/python tools/streaming_page.py bench/results/stream.json
+	$(BIN)/python tools/streaming_room.py --record bench/results/streaming-room.json
 
 # The document that is made of the runs in the repository, and all of its plots in build/bench-docs.
 bench-docs: $(VENV)/.installed
