@@ -43,7 +43,8 @@ class TimedProcess:
     """
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
-        self._errors = tempfile.TemporaryFile(mode="w+")
+        # The words of a process that ends; the file goes with it.
+        self._errors = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115
         self._process = subprocess.Popen(
             words,
             stdin=subprocess.PIPE,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unimem._core.arrays import array_within, as_dtype, checked_size
+from unimem._core.arrays import array_within, as_dtype, checked_nbytes
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_objects_cannot_lie_in_raw_memory() -> None:
 
 
 def test_a_size_is_an_integer_in_range() -> None:
-    assert checked_size(np.uint8(3), "n", 3) == 3
+    assert checked_nbytes(np.uint8(3), "n", 3) == 3
     wrongs: list[tuple[Any, type[Exception]]] = [
         (True, TypeError),
         (1.0, TypeError),
@@ -49,7 +49,7 @@ def test_a_size_is_an_integer_in_range() -> None:
     ]
     for wrong, error in wrongs:
         with pytest.raises(error, match="n: expected an integer"):
-            checked_size(wrong, "n", 3)
+            checked_nbytes(wrong, "n", 3)
 
 
 def test_an_array_fits_into_memory_and_is_aligned() -> None:

@@ -30,7 +30,7 @@ def test_results_are_short_and_have_tables() -> None:
 
 def test_sizes_are_given_as_text() -> None:
     with um.Block("64K", reserve="1M") as block, um.Tape("1.5M") as tape:
-        assert (block.requested, block.reserved_bytes) == (64 << 10, 1 << 20)
+        assert (block.nbytes, block.reserved_bytes) == (64 << 10, 1 << 20)
         assert tape.total_bytes == 3 << 19
     with um.Layout("1M", "64 KiB", "1G") as layout:
         assert layout.stat().history_total == 1 << 30

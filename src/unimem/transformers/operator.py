@@ -31,7 +31,9 @@ def place_of(layer: Any) -> torch.Tensor:
         return torch.tensor([number], device="cpu")
 
 
-@torch.library.custom_op("unimem::append", mutates_args=("place", "rows"), device_types="cpu")  # type: ignore[untyped-decorator]
+@torch.library.custom_op(  # type: ignore[untyped-decorator]
+    "unimem::append", mutates_args=("place", "rows"), device_types="cpu"
+)
 def append(
     place: torch.Tensor,
     key_states: torch.Tensor,

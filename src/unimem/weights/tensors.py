@@ -213,7 +213,7 @@ class Tensor:
             out = np.empty(self.shape, np.float32)
         elif not isinstance(out, np.ndarray):
             raise TypeError(f"out: expected a NumPy array, got {type(out).__name__}")
-        elif (out.dtype, out.shape) != (np.float32, self.shape) or not out.flags.carray:
+        elif out.dtype != np.float32 or out.shape != self.shape or not out.flags.carray:
             raise ValueError(
                 f"out: expected a writable, contiguous float32 array of {self.shape}, got "
                 f"{out.dtype} of {out.shape}"

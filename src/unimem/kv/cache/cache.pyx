@@ -167,8 +167,9 @@ cdef class KVCache:
     #:             k_dtype: npt.DTypeLike | None = None, v_dtype: npt.DTypeLike | None = None,
     #:             v_head_dim: int | None = None, order: Literal["token", "head"] = "token",
     #:             window: int | None = None, spare_rows: int = 0,
-    #:             budget_bytes: int | str | None = None, grow: bool = False, rotate: bool = False,
-    #:             tape: Tape | None = None, name: str | None = None, **placement: Unpack[PlacementOptions]) -> Self: ...
+    #:             budget_bytes: int | str | None = None, grow: bool = False,
+    #:             rotate: bool = False, tape: Tape | None = None, name: str | None = None,
+    #:             **placement: Unpack[PlacementOptions]) -> Self: ...
 
     __signature__ = signature()
 
