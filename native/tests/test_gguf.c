@@ -486,10 +486,19 @@ TEST(name_rules) {
     check_breaks("a tensor's name is longer than 65535 bytes");
 }
 
+TEST(entries_are_limited) {
+    start(65537, 0);
+    marked = 8;
+    check_breaks("more than 65536 tensors");
+    start(0, UINT64_C(1) << 50);
+    marked = 16;
+    check_breaks("more than 65536 keys");
+}
+
 /* Tables are limited by the number of bytes given, whatever the counts say. */
 TEST(allocations_are_bounded) {
     um_counters before, after;
-    start(UINT64_C(1) << 50, UINT64_C(1) << 50);
+    start(65536, 65536);
     um_counters_read(&before);
     check_fails(UM_E_FULL, file_nbytes, UINT64_C(1) << 60);
     um_counters_read(&after);
