@@ -189,6 +189,8 @@ bool um__table_remove(void *address, um__record *out);
 um__record *um__table_find(const void *address);
 /* Changes a record, also its address. */
 bool um__table_change(um__record *record, um__record now);
+/* Changes the state of a record that the program may look up meanwhile: it stays where it is. */
+void um__table_set_state(um__record *record, uint32_t state);
 /* Cuts a range out of all records of mmap's kind that it overlaps; marks those of malloc's kind as
  * changed. */
 void um__table_cut(uintptr_t address, size_t nbytes);

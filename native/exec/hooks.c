@@ -193,8 +193,8 @@ static void begin(void) {
 }
 
 static void begin_child(void) {
-    um__later_in_child();
     um__table_in_child();
+    um__later_in_child();
 }
 
 /* Registers the table's lock once, before anyone else registers a handler: it is taken last before

@@ -18,7 +18,9 @@ static const uint64_t CPU_SHARE = 10, PAUSE_NS = 1000000;
 /* Under the table's lock. */
 static bool is_running, is_quiet;
 static uint64_t faults_before;
-static uintptr_t current; /* the mapping that is worked on, and how much of it is done */
+/* The mapping that is worked on, and how much of it is done. */
+static uintptr_t current;
+static uint32_t current_number;
 static size_t done;
 
 static bool look(void) {
@@ -28,23 +30,46 @@ static bool look(void) {
     return is_quiet;
 }
 
+static void end_with(um__record *record) {
+    um__table_set_state(record, record->state & ~(uint32_t)UM__IS_DUE);
+    current = 0;
+}
+
 /* Joins the pages of 2 MiB. Only those of malloc's kind: what a program maps itself, it may also
  * clear, and the pages would come back. The kernel refuses where nothing was touched. */
 static void join(um__record *record) {
-    if (current != record->address) {
+    uint32_t number = record->state >> UM__NUMBER_SHIFT;
+    if ((record->state & UM__IS_CHANGED) != 0) {
+        end_with(record); /* the program's own advice stays */
+        return;
+    }
+    /* Another mapping may lie where one has ended, and one may have shrunk. */
+    if (current != record->address || current_number != number || done > record->nbytes) {
         current = record->address;
+        current_number = number;
         done = 0;
         um__sys_advise((void *)record->address, record->nbytes, MADV_HUGEPAGE);
     }
-    if (record->via != UM__MMAP && record->nbytes - done >= STEP_BYTES) {
-        um__sys_advise((char *)record->address + done, STEP_BYTES, MADV_COLLAPSE);
-        done += STEP_BYTES;
+    if (record->via == UM__MMAP || done + STEP_BYTES > record->nbytes) {
+        end_with(record);
         return;
     }
-    current = 0;
-    um__record now = *record;
-    now.state &= ~(uint32_t)UM__IS_DUE;
-    um__table_change(record, now);
+    um__sys_advise((char *)record->address + done, STEP_BYTES, MADV_COLLAPSE);
+    done += STEP_BYTES;
+}
+
+/* Leaves what is due to the kernel's own thread. */
+static void give_up(void) {
+    um__record *record;
+    um__table_lock();
+    while ((record = um__table_due()) != NULL) {
+        if ((record->state & UM__IS_CHANGED) == 0) {
+            um__sys_advise((void *)record->address, record->nbytes, MADV_HUGEPAGE);
+        }
+        end_with(record);
+    }
+    is_running = false;
+    um__table_unlock();
 }
 
 uint64_t um__later_step(void) {
@@ -91,14 +116,12 @@ void um__later_begin(void) {
     pthread_attr_init(&attributes);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
     if (pthread_create(&thread, &attributes, run, NULL) != 0) {
-        um__table_lock();
-        is_running = false;
-        um__table_unlock();
+        give_up();
     }
     pthread_attr_destroy(&attributes);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
 void um__later_in_child(void) {
-    is_running = false;
+    give_up(); /* the thread stays behind */
 }

@@ -25,7 +25,7 @@ enum { TRIAL_SHARE = 16, MOST_TRIED = 32 << 20 };
 static const uint64_t SLOW_FOR_NS = 2000000000;
 static _Atomic uint64_t slow_until;
 static _Atomic int was_said;
-static _Atomic uint32_t n_taken;
+static _Atomic uint64_t n_taken;
 void (*um__when_refused)(void);
 
 static size_t round_up(size_t nbytes, size_t to) {
@@ -183,9 +183,11 @@ static void count_shortfalls(const um__record *record) {
     }
 }
 
-/* Returns a state with the number of the next allocation. */
+/* Returns a state with the number of the next allocation; the last ones share the largest. */
 static uint32_t numbered(uint32_t state) {
-    return (state & ((1U << UM__NUMBER_SHIFT) - 1)) | ++n_taken << UM__NUMBER_SHIFT;
+    uint64_t most = (1U << (32 - UM__NUMBER_SHIFT)) - 1, number = ++n_taken;
+    return (state & ((1U << UM__NUMBER_SHIFT) - 1)) |
+           (uint32_t)(number < most ? number : most) << UM__NUMBER_SHIFT;
 }
 
 /* Enters what was placed. Returns false if the table has no room. */
@@ -245,12 +247,14 @@ static bool map_plain(um__record *record, size_t align) {
 
 static bool take_kept(size_t nbytes, size_t align, um__via via, um__record *out) {
     size_t wanted = rounded(nbytes);
-    bool found = false;
+    bool found = false, is_child = um__settings_now.pid != um__sys_pid();
     um__table_lock();
     for (int i = 0; i < MOST_KEPT && !found; i++) {
         um__record *record = &kept_now[i].record;
         um__record *entered = kept_now[i].since != 0 ? um__table_find(address_of(record)) : NULL;
-        if (entered != NULL && (entered->state & UM__IS_CHANGED) == 0 && record->nbytes >= wanted &&
+        /* A child's memory is not locked. */
+        uint32_t unfit = UM__IS_CHANGED | (is_child ? UM__IS_LOCKED : 0);
+        if (entered != NULL && (entered->state & unfit) == 0 && record->nbytes >= wanted &&
             record->nbytes - wanted <= wanted / 8 && record->address % align == 0) {
             kept_now[i].since = 0;
             kept_bytes -= record->nbytes;
@@ -416,6 +420,10 @@ static void *resize(um__record *record, size_t wanted, size_t nbytes) {
     now.address = (uintptr_t)at;
     now.nbytes = wanted;
     now.asked = nbytes;
+    if (wanted > was) { /* a mapping whose end was not seen may be on record there */
+        size_t kept = at == old ? was : 0;
+        um__table_cut(now.address + kept, wanted - kept);
+    }
     um__table_change(record, now);
     if (wanted < was) {
         um__sys_unmap((char *)old + wanted, was - wanted);

@@ -282,6 +282,14 @@ bool um__table_remove(void *address, um__record *out) {
     return true;
 }
 
+void um__table_set_state(um__record *record, uint32_t state) {
+    um__record now = *record;
+    now.state = state;
+    um__table_begin();
+    put(record, now);
+    um__table_end();
+}
+
 bool um__table_change(um__record *record, um__record now) {
     um__table_begin();
     leave(record);

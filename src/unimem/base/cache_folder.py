@@ -106,8 +106,10 @@ def _move_up(fd: int, name: str) -> list[str]:
     with Descriptors() as fds:
         inner = fds.add(partial(os.open, dir_fd=fd), name, OPEN_FOLDER)
         for each in os.listdir(inner):
-            moved.append(os.urandom(16).hex())
-            os.rename(each, moved[-1], src_dir_fd=inner, dst_dir_fd=fd)
+            with suppress(FileNotFoundError):  # another one removes it as well
+                name = os.urandom(16).hex()
+                os.rename(each, name, src_dir_fd=inner, dst_dir_fd=fd)
+                moved.append(name)
     return moved
 
 

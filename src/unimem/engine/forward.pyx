@@ -517,11 +517,11 @@ cdef class ForwardPass:
         """
         # The interpreter has not run meanwhile. A signal handler may close the decoder.
         PyErr_CheckSignals()
+        if status == SUCCESS and self._reader is not None:
+            self._reader.check_files()  # runs Python, and so handlers as well
         self._check()
         self._begin_change()
         if status == SUCCESS:
-            if self._reader is not None:
-                self._reader.check_files()
             return False
         if self._reading != NULL and self._reading.status != um.UM_OK:
             return ((self._reading.status == um.UM_E_FULL and n_tokens > 1)

@@ -233,6 +233,7 @@ class LlamaPrefixes:
         blob = self._get_pieces(key, ids[:0], _ROOT)
         if blob is None:
             self._put_pieces(key, (0, ids[:0], _ROOT), self._blob(kv.parts))
+            self._chunks.sync()
             return True
         self._chunks.touch([_piece_key(key, 0)])
         return _distance(state_to_kv(blob, version=self._version), kv) < 0.1

@@ -116,8 +116,8 @@ def read_range(
     """Fill `out` with a range of a file; after a failure, continue where it stopped.
 
     `server` and `path` are those of `open_server`. Setting `stop` ends the read. OSError says that
-    the file is gone, is not of this version (ESTALE), or that `tries` requests in a row (by default
-    `TRIES`) brought nothing.
+    the file is gone, is not of this version (ESTALE), or that nothing came by `tries` requests in a
+    row (by default `TRIES`), or for `PATIENCE_S` seconds.
     """
     most, since = tries or TRIES, time.monotonic()
     done = failed = 0

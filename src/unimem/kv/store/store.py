@@ -150,9 +150,9 @@ class KVStore(Closing):
     and after any restart. Conversations that begin alike share their chunks. Each chunk is checked
     by its hash before it is used; a damaged chunk is removed with a warning, and is a miss.
 
-    Any number of threads and processes may use one folder. A process that is killed, or a machine
-    that stops, loses at most the chunk that is being written. In a forked child the store is
-    closed.
+    Any number of threads and processes may use one folder. A process that is killed loses at most
+    the chunk that is being written; a machine that stops, at most the chunks of puts that have not
+    returned. In a forked child the store is closed.
 
     Parameters
     ----------
@@ -305,15 +305,17 @@ class KVStore(Closing):
         now = self._touch([piece.key for piece in held])
         there: set[bytes] = set()
         n_whole = len(chunks.keys)
-        with _blob_of(chunks) as blob:
-            for i, piece in enumerate(held):
-                if piece.number >= n_whole:
-                    break
-                if self._put_piece(chunks.shapes[piece.group], piece, rows, blob, now - i):
-                    there.add(piece.key)
-                elif chunks.windows[piece.group] is None:
-                    n_whole = piece.number
-        self._sync()
+        try:
+            with _blob_of(chunks) as blob:
+                for i, piece in enumerate(held):
+                    if piece.number >= n_whole:
+                        break
+                    if self._put_piece(chunks.shapes[piece.group], piece, rows, blob, now - i):
+                        there.add(piece.key)
+                    elif chunks.windows[piece.group] is None:
+                        n_whole = piece.number
+        finally:
+            self._sync()
         return self._longest(chunks, n_whole, there) * self.chunk_tokens
 
     def longest(self, tokens: Tokens, *, model: str, kv: Holder) -> int:

@@ -123,6 +123,7 @@ class FolderTier:
         boot = read_text("/proc/sys/kernel/random/boot_id")
         self._boot = (boot or os.urandom(8).hex()).encode()  # unknown: files are counted anew
         self._has_warned = False  # of a chunk that is larger than the budget
+        self._syncing = threading.Lock()
         self._has_new_names = False
         self._mutex = threading.Lock()
         self._fd = self._lock = -1
@@ -202,11 +203,12 @@ class FolderTier:
         return True
 
     def sync(self) -> None:
-        """Bring the names of new files to the disk."""
-        if self._has_new_names:
-            self._has_new_names = False
-            with suppress(OSError):  # the file system cannot sync folders
-                os.fsync(self._fd)
+        """Bring the names of new files to the disk; returns when all written before are there."""
+        with self._syncing:
+            if self._has_new_names:
+                self._has_new_names = False
+                with suppress(OSError):  # the file system cannot sync folders
+                    os.fsync(self._fd)
 
     def _allocate(self, fd: int, nbytes: int) -> bool:
         """Allocate the room of an empty file; return False if there is not enough."""
