@@ -344,6 +344,16 @@ def test_parameters_that_may_be_written(torch: Any, path: Path, load: Any) -> No
         assert path.read_bytes() == before
 
 
+def test_parameters_of_one_tensor_have_pages_of_their_own(torch: Any, path: Path) -> None:
+    with um.open_weights(path, load="map") as weights:
+        net = torch.nn.Sequential(module(torch), module(torch))
+        names = {name: name.partition(".")[2] for name in net.state_dict()}
+        ut.load_state_dict(net, weights, names=names, strict=False, writable="copy")
+        kept = net[1][1].weight.detach().clone()
+        torch.nn.init.zeros_(net[0][1].weight)
+        assert torch.equal(net[1][1].weight, kept)
+
+
 def test_a_file_that_was_replaced_is_not_mapped_again(
     torch: Any, path: Path, weights: um.Weights
 ) -> None:
@@ -367,6 +377,9 @@ def test_a_step_of_an_optimizer_over_a_file_is_refused(torch: Any, weights: um.W
     other = torch.nn.Linear(2, 2)
     other(torch.ones(2)).sum().backward()
     torch.optim.SGD(other.parameters(), lr=1.0).step()
+    net.double()  # its memory is torch's own now
+    net(torch.ones(6, dtype=torch.float64)).sum().backward()
+    torch.optim.SGD(net.parameters(), lr=1.0).step()
     with pytest.raises(ValueError, match="writable: expected one of copy, got True"):
         ut.load_state_dict(net, weights, writable=True)  # type: ignore[arg-type]
 

@@ -98,6 +98,7 @@ class TimedProcess:
         """End it."""
         self._process.kill()
         self._process.communicate()
+        self._errors.close()
 
     def __enter__(self) -> TimedProcess:
         return self

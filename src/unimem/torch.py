@@ -100,9 +100,16 @@ _UNWRITABLE: list[Any] = []
 
 def _refuse_step(optimizer: Any, *_: Any) -> None:
     """Raise RuntimeError before an optimizer writes to a model's memory, for all optimizers."""
+    from torch.compiler import is_compiling
+
+    if is_compiling():  # such a step looks at no table
+        return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if parameter.grad is not None and parameter in _UNWRITABLE[0]:
+            if parameter.grad is None:
+                continue
+            # A conversion gives the parameter memory of its own.
+            if _UNWRITABLE[0].get(parameter) == parameter.data_ptr():
                 raise RuntimeError(
                     "optimizer: expected parameters that may be written, got one of shape "
                     f"{tuple(parameter.shape)} in a model's memory: "
@@ -118,7 +125,7 @@ def _guard(parameters: list[Any]) -> None:
 
         _UNWRITABLE.append(WeakIdKeyDictionary())
         register_optimizer_step_pre_hook(_refuse_step)
-    _UNWRITABLE[0].update(dict.fromkeys(parameters, True))
+    _UNWRITABLE[0].update({one: one.data_ptr() for one in parameters})
 
 
 def load_state_dict(
@@ -194,10 +201,14 @@ def load_state_dict(
     copied: list[str] = []
     mapped: list[str] = []
     files = _private_files(weights) if writable else {}
+    private: set[str] = set()
     for number, name in first.items():
         value, source = own[name], weights.tensors[called[name]]
         array = _checked(source, tuple(value.shape), name)
         whole = files.get(source.file)
+        if called[name] in private:  # each parameter has pages of its own
+            whole = None
+        private.add(called[name])
         if whole is not None:
             own_pages = whole[source.offset : source.offset + source.nbytes]
             array = own_pages.view(array.dtype).reshape(array.shape)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -87,9 +88,11 @@ def _offloaded(module: torch.nn.Module, name: str) -> torch.Tensor:
         hook = getattr(module.get_submodule(".".join(parts[:i])), "_hf_hook", None)
         for one in getattr(hook, "hooks", (hook,)):
             weights, own = getattr(one, "weights_map", None), ".".join(parts[i:])
-            if weights is not None and own in weights:
-                found: torch.Tensor = weights[own].detach()
-                return found
+            # `in` would read the whole tensor.
+            with suppress(KeyError):
+                if weights is not None:
+                    found: torch.Tensor = weights[own].detach()
+                    return found
     raise ValueError(
         f"model: expected weights in memory, or offloaded by Accelerate, got {name} on meta: load "
         "it without offloading, such as with device_map='cpu'"

@@ -93,6 +93,21 @@ def test_put_layers_are_restored(
         assert store.stat().put_chunks == 0
 
 
+def test_a_ring_that_was_trimmed_is_not_put(tmp_path: Path) -> None:
+    """Its later tokens saw less than a window: they are not those of the conversation."""
+    ids = list(range(8 * CHUNK))
+    with (
+        opened(tmp_path / "s") as store,
+        um.KVCache(1, 4, 256, 128, window=20, spare_rows=16, dtype="f32") as kv,
+    ):
+        fill(kv, ids[: 4 * CHUNK])
+        assert store.put(kv, ids[: 4 * CHUNK], model=MODEL) > 0
+        assert kv.trim_to(5)
+        fill(kv, ids[: 6 * CHUNK])
+        with pytest.raises(ValueError, match=r"in which \d+ were dropped"):
+            store.put(kv, ids[: 6 * CHUNK], model=MODEL)
+
+
 def test_a_hit_never_ends_without_its_window(tmp_path: Path) -> None:
     """45 tokens end 5 after a chunk: with few spare rows, the window before that is gone."""
     ids = list(range(45))

@@ -132,7 +132,7 @@ class _CacheRows:
         if isinstance(kv, LayeredKVCache):
             dropped = kv._first
         else:  # a ring drops tokens all the time, and has those that count
-            dropped = 0 if kv.window else kv.next_position - kv.seq_len
+            dropped = kv._first_kept() if kv.window else kv.next_position - kv.seq_len
         if dropped:
             raise ValueError(
                 f"kv: expected a cache that holds its first tokens, got one in which {dropped} "
