@@ -186,8 +186,8 @@ static void count_shortfalls(const um__record *record) {
 /* Returns a state with the number of the next allocation; the last ones share the largest. */
 static uint32_t numbered(uint32_t state) {
     uint64_t most = (1U << (32 - UM__NUMBER_SHIFT)) - 1, number = ++n_taken;
-    return (state & ((1U << UM__NUMBER_SHIFT) - 1)) |
-           (uint32_t)(number < most ? number : most) << UM__NUMBER_SHIFT;
+    return (state & ((1U << UM__NUMBER_SHIFT) - 1)) | (uint32_t)(number < most ? number : most)
+                                                          << UM__NUMBER_SHIFT;
 }
 
 /* Enters what was placed. Returns false if the table has no room. */
