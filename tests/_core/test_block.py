@@ -187,7 +187,7 @@ def test_the_default_shape_is_all_that_fits() -> None:
         assert block.as_array([("a", "<u4"), ("b", "u1", 3)]).shape == (PAGE // 7,)
 
 
-SHAPES = [PAGE + 1, (2**40, 2**40), (0, 2**70), (np.int64(2**40),) * 2, (1,) * 33, -1, (2, -1)]
+SHAPES = [PAGE + 1, (2**40, 2**40), (0, 2**70), (np.int64(2**40),) * 2, (1,) * 65, -1, (2, -1)]
 UNFIT: list[tuple[Any, ...]] = [("uint8", shape) for shape in SHAPES]
 UNFIT += [("uint8", None, offset) for offset in (PAGE + 1, -1, 2**70)]
 UNFIT += [("float32", 1, 2), ("float64", 1, PAGE - 4)]

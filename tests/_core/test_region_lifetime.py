@@ -167,8 +167,8 @@ def test_a_cell_holds_its_grid(device: Device) -> None:
 
 VALUES, TYPES = ValueError, TypeError
 SIZES: dict[str, dict[Any, type[Exception]]] = {
-    "Block": {0: VALUES, -1: VALUES, 2**70: VALUES, 2**62: MemoryError, 1.5: TYPES, "1": TYPES},
-    "Tape": {0: VALUES, -1: VALUES, 1.5: TYPES, "a": TYPES},
+    "Block": {0: VALUES, -1: VALUES, 2**70: VALUES, 2**62: MemoryError, 1.5: TYPES, "x": VALUES},
+    "Tape": {0: VALUES, -1: VALUES, 1.5: TYPES, "a": VALUES},
     "Grid": {
         **dict.fromkeys([(0, 1), (-1, 1), (1, 0), (1, -1), (1, 2**32 - 2)], VALUES),
         **dict.fromkeys([(2**70, 1), (1, 2**70), (2**60, 2**20)], VALUES),

@@ -50,7 +50,7 @@ def figures(tape: Any) -> tuple[int, int, int, int]:
 # ---- taking ----
 
 
-SHAPES: list[Any] = [5, (), (2, 3), [2, 3], (2, 0, 3), 0, (1,) * 32]
+SHAPES: list[Any] = [5, (), (2, 3), [2, 3], (2, 0, 3), 0, (1,) * 64]
 SHAPES += [np.int64(4), (np.int32(4), np.uint8(1)), np.array([2, 2])]
 
 
@@ -113,7 +113,7 @@ REFUSED: dict[type[Exception], tuple[list[Any], list[Any], list[Any]]] = {
         [1 << 62],
     ),
     ValueError: (
-        [(0, 2**63), (2**62, 0, 2**62), (1,) * 33, -1, (3, -1), (-3, -1)],
+        [(0, 2**63), (2**62, 0, 2**62), (1,) * 65, -1, (3, -1), (-3, -1)],
         [object, "V0", "U"],
         [0, 3, -64],
     ),

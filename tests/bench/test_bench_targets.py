@@ -58,6 +58,7 @@ ASKED: dict[tuple[int, str], dict[str, list[float]]] = {
     (41, "context"): {"speed": [1] * 18},
     (22, "kv"): {"speed": [0.9] * 6 + [1] * 6, "cost": [1.1]},
     (44, "store"): {"cost": [1.15] * 2},
+    (46, "exec"): {"cost": [1]},  # a start after free memory has rested
     # Misses beside the best policy; all in memory; tokens beside llama.cpp, with half of the room,
     # a dense model and prompts; what disk and CPU allow; misses of uniform routing; a hit.
     (43, "stream"): {

@@ -627,7 +627,7 @@ def test_a_model_is_found_by_its_name_or_its_first_bytes(tmp_path: Path, name: s
 # ---- llama.cpp ----------------------------------------------------------------------------------
 
 LLAMA = """
-import json, sys
+import json, os, sys, time
 from unimem_bench.llama_cpp import Conversation, Flags, Library, PeerModel, options
 given = options(Flags(repack=True, flash=True), n_ctx=4096, n_threads=2)
 talk = Conversation(PeerModel(Library(sys.argv[2]), sys.argv[1], given), given)
@@ -636,10 +636,15 @@ for _ in range(6):
     batch = [int(talk.decode(batch).argmax())]
     tokens += batch
 sums = dict.fromkeys(("Anonymous", "AnonHugePages"), 0)
-for line in open("/proc/self/smaps_rollup"):
-    name, _, value = line.partition(":")
-    if name in sums:
-        sums[name] = int(value.split()[0])
+for _ in range(120):  # slow huge pages are joined after the start, without haste
+    for line in open("/proc/self/smaps_rollup"):
+        name, _, value = line.partition(":")
+        if name in sums:
+            sums[name] = int(value.split()[0])
+    is_placed = "LD_PRELOAD" in os.environ
+    if not is_placed or sums["AnonHugePages"] >= 0.95 * sums["Anonymous"]:
+        break
+    time.sleep(0.5)
 print("RESULT", json.dumps([tokens, sums]))
 """
 

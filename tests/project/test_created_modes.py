@@ -118,7 +118,7 @@ def test_every_creation_names_its_mode() -> None:
         "stage.py: open(place.create(self.files.names[-1]))",
         "keeper_process.py: open(note)",
         "mount_process.py: open(path)",  # of /proc
-        "slot_file.py: open(path)",  # for llama-server, which may be another user
+        "slot_file.py: open(file_path(path))",  # for llama-server, which may be another user
         "remote_files.py: open(os.memfd_create('unimem header', os.MFD_CLOEXEC))",
     }
 

@@ -99,7 +99,7 @@ keep(um.Block(np.array(64))) -> fine
 um.Block(64, name='\ud800') -> ValueError: name: .*surrogate
 keep(um.Block(64, name='Gedächtnis 記憶')) -> fine
 um.Block(64, page='4k') -> TypeError: page
-um.Layout('a', 1, 1) -> TypeError: Tape 'weights'.*'a'
+um.Layout('a', 1, 1) -> ValueError: Tape 'weights'.*'a'
 um.Layout(1, 1, None) -> TypeError: Tape 'history'.*got None
 um.ModelDims(64.0, *[2] * 7) -> ValueError: hidden_size must be
 um.ModelDims(64, 0, *[2] * 6) -> ValueError: intermediate_size must
@@ -111,7 +111,7 @@ t.layout().weights.take(9999) -> um.TapeFull: 'weights'.*4096 left
 t.tape().take(2 ** 70) -> um.TapeFull: asked for
 t.tape().take((1.0, 2)) -> TypeError: shape: .*got 1.0
 t.tape().take((2, -1)) -> ValueError: shape: expected
-t.tape().take((1,) * 33) -> ValueError: at most 32
+t.tape().take((1,) * 65) -> ValueError: at most 64
 t.tape().take(np.array([2, 3])).shape == (2, 3) -> fine
 t.tape().take(0).shape == (0,) -> fine
 t.tape().take(True) -> TypeError: shape: expected an integer

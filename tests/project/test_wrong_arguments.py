@@ -117,6 +117,7 @@ StreamedTensor.prefetch: t.streamed().prefetch(ids=[0])
 Tape: um.Tape(nbytes_or_block=4096, name='t', category='scratch', **PLACEMENT)
 Tape.owns: t.tape().owns(array_or_address=0)
 Tape.rewind: t.tape().rewind(mark=0)
+Tensor.dequantize: t.weights().tensors['blk.0.ffn_up.weight'].dequantize(out=None)
 Tape.take: t.tape().take(shape=2, dtype='f16', align=64)
 Tape.take_address: t.tape().take_address(nbytes=64, align=64)
 Tape.take_bytes: t.tape().take_bytes(nbytes=64, align=64)
@@ -246,6 +247,7 @@ def test_each_public_call_has_a_row(room: str, rows: Collection[str]) -> None:
             found = getattr(thing, member, None)
             if callable(found) and set(inspect.signature(found).parameters) - {"self"}:
                 missing.add(f"{name}.{member}")
+    missing -= {"StreamedTensor.dequantize"}  # always refused
     assert missing - set(rows) == set()
 
 
