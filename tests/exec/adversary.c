@@ -131,8 +131,8 @@ static int reuse(int i) {
     memset(at, 1, KEPT);
     int wrong = changes[i].change != NULL ? changes[i].change(at, KEPT)
                                           : madvise(at, KEPT, changes[i].advice);
-    if (wrong != 0 && errno == EINVAL) {
-        return 77; /* this kernel has no such thing */
+    if (wrong != 0 && (errno == EINVAL || (changes[i].change == lock_all && errno == ENOMEM))) {
+        return 77; /* this kernel has no such thing, or the limit of locked memory is too low */
     }
     if (wrong != 0) {
         perror(changes[i].name);

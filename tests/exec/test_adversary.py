@@ -52,7 +52,7 @@ def attack(
 def test_memory_that_is_used_again_is_as_new(programs: Path, change: str) -> None:
     done = attack(programs, change)
     if done.returncode == ABSENT:
-        pytest.skip(f"this kernel has no such change: {change}")
+        pytest.skip(f"this kernel, or the limit on locked memory, refuses the change: {change}")
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
