@@ -116,6 +116,15 @@ def row_bytes_of(n_kv_heads: int, head_dim: int, dtype: str) -> int:
     return n_kv_heads * head_dim // n_values * nbytes
 
 
+def copy_hashed(data: Any, out: Any = None, n_zeros: int = 0) -> bytes:
+    """Copy and hash as the library in C does."""
+    import xxhash
+
+    if out is not None:
+        out[:] = data
+    return xxhash.xxh3_128(bytes(data) + bytes(n_zeros)).digest()
+
+
 def main() -> None:
     """Run without compiled modules, which another machine need not have."""
     import types
@@ -133,6 +142,9 @@ def main() -> None:
         row_bytes_of=row_bytes_of,
     )
     sys.modules["unimem.kv.types"] = stand_in
+    hashing = types.ModuleType("unimem._core.hashing")
+    hashing.__dict__.update(copy_hashed=copy_hashed)
+    sys.modules["unimem._core.hashing"] = hashing
     print(json.dumps(make()))
 
 
