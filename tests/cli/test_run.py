@@ -454,7 +454,7 @@ def test_a_run_streams_a_model_without_room_or_into_a_budget(monkeypatch: Patch)
     room = whole.total_bytes - (256 << 10)
     limit = Limit("memory of the machine", 2 * room, room, "take less")
     monkeypatch.setattr(limits, "memory_limits", lambda: (limit,))
-    # Of Python's own objects: much beside a model of 1 MB.
+    # The room for Python's own objects is larger than this model.
     monkeypatch.setattr(model_memory, "_OWN_BYTES", 0)
     document = run_json("--ctx", "100", "-n", "1")
     assert (document["model"]["load"], document["plan"]["verdict"]) == ("stream", "streams")
