@@ -776,7 +776,7 @@ cdef class KVStorage(KVRows):
         um.um_kv_append_end(&self.kv, index, size_of(n, "n"))
 
     def _first_kept(self) -> int:
-        """Return the position before which tokens were trimmed. A ring's own losses do not count."""
+        """Return the position before which tokens were trimmed, not those that a ring lost."""
         return self.kv.first
 
     def _oldest_position(self) -> int:
