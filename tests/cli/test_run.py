@@ -202,9 +202,10 @@ def test_a_drawn_seed_is_shown_and_repeats_the_text(model: Path) -> None:
     chance = ("-p", "Hi", "-n", "40", "--temperature", "1.5", "--top-k", "0")
     first = run_json(model, *chance)
     again = run_json(model, *chance, "--seed", str(first["options"]["seed"]))
-    other = run_json(model, *chance, "--seed", str(first["options"]["seed"] + 1))
     assert again["output"] == first["output"]
-    assert other["output"] != first["output"]
+    # Two drawn seeds may give the same short text, so fixed ones show that the seed decides.
+    one, two = (run_json(model, *chance, "--seed", seed)["output"] for seed in "12")
+    assert one != two
 
 
 def test_kv_dtype_and_pages(model: Path) -> None:
