@@ -4,6 +4,7 @@
 machine; the suite ``decode`` takes hours, since it searches the peer's flags anew. Here every
 candidate of the peer's flags is a side of the same rounds, and the fastest one is its best.
 ``--behind 8192 --kv-dtype q8_0`` makes tokens behind as many invented ones, the same for all sides.
+``--prompt 8192`` computes a longer prompt instead, twice.
 """
 
 from __future__ import annotations
@@ -33,12 +34,20 @@ OURS = "unimem"
 PHASES = {"prefill 512": 4, "decode": 12}  # rounds of each
 
 
-def measure(path: Path, n_threads: int, behind: int, kv_dtype: str) -> list[str]:
-    """Measure a model, and return a row for each phase; only decode `behind` other tokens."""
+def measure(path: Path, n_threads: int, given: argparse.Namespace) -> list[str]:
+    """Measure a model, and return a row for each phase that `given` asks for."""
+    behind, kv_dtype = given.behind, given.kv_dtype
+    if behind:
+        phases = {"decode": PHASES["decode"]}
+    elif given.prompt:
+        phases = {f"prefill {given.prompt}": 2}
+    else:
+        phases = PHASES
+    prompt = np.resize(decoding.LONG_PROMPT, given.prompt or len(decoding.LONG_PROMPT)).tolist()
     cpus = pin(n_threads)
     heat(path)
     with ExitStack() as stack:
-        ctx = 1024 + behind
+        ctx = 1024 + behind + given.prompt
         start = partial(DecoderProcess, path, threads=n_threads, ctx=ctx, kv_dtype=kv_dtype)
         library = llama_build.library()
         processes = {OURS: stack.enter_context(start())}
@@ -51,16 +60,17 @@ def measure(path: Path, n_threads: int, behind: int, kv_dtype: str) -> list[str]
             for process in processes.values():
                 process.fill(behind, Path(folder, "rows"))
         rows = []
-        for phase, rounds in list(PHASES.items())[behind > 0 :]:
+        for phase, rounds in phases.items():
             sides: dict[str, Side] = {
                 name: partial(process.decode, decoding.N_DECODE)
                 if phase == "decode"
-                else partial(process.prefill, decoding.LONG_PROMPT)
+                else partial(process.prefill, prompt)
                 for name, process in processes.items()
             }
             found = alternate(sides, rounds=rounds, warmup=1, cpus=cpus, pids=pids).figures
             load = str(processes[OURS].facts["load"])
-            what = f"{phase} behind {behind}, {kv_dtype}" if behind else phase
+            what = f"{phase} behind {behind}" if behind else phase
+            what += f", {kv_dtype}" if behind or given.prompt else ""
             rows.append(_row(path, n_threads, what, load, found))
     return rows
 
@@ -85,6 +95,7 @@ def main() -> None:
     parser.add_argument("--shape", default=decoding.SHAPE, choices=models.SHAPES)
     parser.add_argument("--dir", type=Path, default=Path("build/bench"), help="for the models")
     parser.add_argument("--behind", type=int, default=0, help="tokens before those of decode")
+    parser.add_argument("--prompt", type=int, default=0, help="tokens of a longer prompt")
     parser.add_argument("--kv-dtype", default="f16", help="of all caches")
     parser.add_argument("--only-write", action="store_true", help="the models, and measure nothing")
     given = parser.parse_args()
@@ -97,7 +108,7 @@ def main() -> None:
     print("\n".join((f"| {' | '.join(heads)} |", "|---" * len(heads) + "|")), file=sys.stdout)
     for path in paths:
         for n_threads in given.threads:
-            rows = measure(path, n_threads, given.behind, given.kv_dtype)
+            rows = measure(path, n_threads, given)
             print(*rows, sep="\n", flush=True)
 
 
