@@ -47,6 +47,8 @@ int um__sys_share(void *at, size_t nbytes, const char *name);
 uint64_t um__sys_cpu_ns(void);
 /* Returns the time of a clock that never goes back. */
 uint64_t um__sys_now_ns(void);
+/* Sleeps. Unlike nanosleep, it never ends a thread that was cancelled. */
+void um__sys_rest(long ns);
 /* Reads a pool of hugetlb pages: all, and those that are neither used nor promised. */
 bool um__sys_pool(size_t page_bytes, size_t *out_total, size_t *out_unused);
 /* Returns how many page faults this process has had. */
@@ -107,6 +109,7 @@ enum {
     UM__IS_KEPT = 128,    /* freed, and kept for the next allocation */
     UM__IS_CHANGED = 256, /* by the program, in a way that outlives free: it is not kept */
     UM__IS_DUE = 512,     /* its small pages are still to be joined */
+    UM__IS_OWED = 1024,   /* freed while a thread forked: it ends after that */
     UM__NUMBER_SHIFT = 12
 };
 
@@ -172,16 +175,24 @@ const um__table *um__table_now(void);
  * the lock. */
 void um__table_note_next(const char *path, bool malloc_is_ours);
 /* Held while mappings are unmapped, so that no other thread enters the same addresses first. No
- * signal of this thread is handled meanwhile: a handler may allocate, or end the process. */
-void um__table_lock(void);
+ * signal of this thread is handled meanwhile: a handler may allocate, or end the process.
+ * Returns false if another thread still forks after a while: then only states and counts may
+ * change, since the child gets the records as they are. */
+bool um__table_lock(void);
+/* The same without waiting for a fork: for who looks, and changes states and counts. */
+void um__table_look(void);
 void um__table_unlock(void);
-/* Gives a forked child the records, which it does not show yet. The lock is held over the fork. */
+/* Around a fork, in its thread. The lock is not held meanwhile: fork waits for locks of the C
+ * library, and a thread that has one of them may allocate. The child gets the records, which it
+ * does not show yet. */
+void um__table_before_fork(void);
+void um__table_after_fork(void);
 void um__table_in_child(void);
 
 /* These want the lock, unless they say otherwise. */
 
 /* Enters a mapping, in the place of those of mmap's kind that went unseen. Returns false if there
- * is no room. */
+ * is no room, or a thread forks. */
 bool um__table_add(um__record record);
 /* Removes the mapping of malloc's kind that begins at an address. */
 bool um__table_remove(void *address, um__record *out);
@@ -192,7 +203,7 @@ bool um__table_change(um__record *record, um__record now);
 /* Changes the state of a record that the program may look up meanwhile: it stays where it is. */
 void um__table_set_state(um__record *record, uint32_t state);
 /* Cuts a range out of all records of mmap's kind that it overlaps; marks those of malloc's kind as
- * changed. */
+ * changed, and while a thread forks, all. */
 void um__table_cut(uintptr_t address, size_t nbytes);
 /* Returns whether a record of mmap's kind overlaps a range, and the first. */
 bool um__table_overlaps(uintptr_t address, size_t nbytes, um__record *out);
@@ -200,8 +211,8 @@ bool um__table_overlaps(uintptr_t address, size_t nbytes, um__record *out);
 void um__table_note_change(uintptr_t address, size_t nbytes);
 /* Returns whether a range lies in hugetlb pages of one mapping. Takes the lock itself. */
 bool um__table_is_hugetlb(uintptr_t address, size_t nbytes);
-/* Returns a record whose small pages are to be joined, or NULL. */
-um__record *um__table_due(void);
+/* Returns a record with a bit of its state set, or NULL. */
+um__record *um__table_any(uint32_t state);
 um__counts *um__table_counts(void);
 /* Around a change of counts alone. */
 void um__table_begin(void);
@@ -234,6 +245,8 @@ void um__later_in_child(void);
 void *um__place_take(size_t nbytes, size_t align, um__via via, bool *zeroed);
 /* Ends the mapping that begins at an address. Returns false if it is not ours. */
 bool um__place_give(void *address);
+/* Ends what was freed while a thread forked. */
+void um__place_settle(void);
 /* Resizes a mapping, and moves it if need be; NULL: a copy is needed. */
 void *um__place_resize(void *address, size_t nbytes);
 /* Places a mapping that has grown. */

@@ -195,16 +195,22 @@ static void begin(void) {
 static void begin_child(void) {
     um__table_in_child();
     um__later_in_child();
+    um__place_settle();
 }
 
-/* Registers the table's lock once, before anyone else registers a handler: it is taken last before
- * a fork, and given back first. Other handlers may allocate, and wait for threads that do. */
+static void go_on(void) {
+    um__table_after_fork();
+    um__place_settle();
+}
+
+/* Registers once, before anyone else registers a handler: the table rests last before a fork, and
+ * first goes on. Other handlers may allocate, and wait for threads that do. */
 static void guard_forks(void) {
     static bool is_guarded;
     begin();
     if (!is_guarded && um__settings_now.active) {
         is_guarded = true;
-        register_next(um__table_lock, um__table_unlock, begin_child, NULL);
+        register_next(um__table_before_fork, go_on, begin_child, NULL);
     }
 }
 

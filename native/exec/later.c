@@ -61,8 +61,8 @@ static void join(um__record *record) {
 /* Leaves what is due to the kernel's own thread. */
 static void give_up(void) {
     um__record *record;
-    um__table_lock();
-    while ((record = um__table_due()) != NULL) {
+    um__table_look();
+    while ((record = um__table_any(UM__IS_DUE)) != NULL) {
         if ((record->state & UM__IS_CHANGED) == 0) {
             um__sys_advise((void *)record->address, record->nbytes, MADV_HUGEPAGE);
         }
@@ -74,11 +74,11 @@ static void give_up(void) {
 
 uint64_t um__later_step(void) {
     uint64_t wait = LOOK_NS;
-    um__table_lock();
+    um__table_look();
     if (is_quiet || look()) {
         /* Its mapping cannot end meanwhile, since that wants the lock. */
         uint64_t began = um__sys_cpu_ns();
-        um__record *record = um__table_due();
+        um__record *record = um__table_any(UM__IS_DUE);
         if (record != NULL) {
             join(record);
         }
@@ -99,7 +99,7 @@ static void *run(void *unused) {
 }
 
 void um__later_begin(void) {
-    um__table_lock();
+    um__table_look();
     bool runs = is_running;
     is_running = true;
     is_quiet = false;

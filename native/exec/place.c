@@ -26,6 +26,7 @@ static const uint64_t SLOW_FOR_NS = 2000000000;
 static _Atomic uint64_t slow_until;
 static _Atomic int was_said;
 static _Atomic uint64_t n_taken;
+static atomic_bool is_owing; /* something was freed while a thread forked */
 void (*um__when_refused)(void);
 
 static size_t round_up(size_t nbytes, size_t to) {
@@ -145,7 +146,7 @@ static void try_pages(um__record *record) {
  * touch it. */
 static void prefault(um__record *record) {
     const um__settings *asked = &um__settings_now;
-    um__table_lock();
+    um__table_look();
     um__counts *counts = um__table_counts();
     bool has_room = counts->prefaulted_bytes + record->nbytes <= asked->prefault_bytes;
     if (has_room) {
@@ -248,8 +249,8 @@ static bool map_plain(um__record *record, size_t align) {
 static bool take_kept(size_t nbytes, size_t align, um__via via, um__record *out) {
     size_t wanted = rounded(nbytes);
     bool found = false, is_child = um__settings_now.pid != um__sys_pid();
-    um__table_lock();
-    for (int i = 0; i < MOST_KEPT && !found; i++) {
+    bool may_change = um__table_lock();
+    for (int i = 0; i < MOST_KEPT && may_change && !found; i++) {
         um__record *record = &kept_now[i].record;
         um__record *entered = kept_now[i].since != 0 ? um__table_find(address_of(record)) : NULL;
         /* A child's memory is not locked. */
@@ -344,7 +345,7 @@ void *um__place_take(size_t nbytes, size_t align, um__via via, bool *zeroed) {
         done = map_plain(&record, align);
     }
     if (!done) {
-        um__table_lock();
+        um__table_look();
         um__table_begin();
         um__table_counts()->n_passed_on++;
         um__table_end();
@@ -379,7 +380,7 @@ static void end_mapping(const um__record *record) {
 bool um__place_give(void *address) {
     um__record gone[MOST_KEPT + 1];
     int n = 0;
-    um__table_lock();
+    bool may_change = um__table_lock();
     um__record *found = um__table_find(address);
     if (found == NULL) {
         um__table_unlock();
@@ -389,7 +390,10 @@ bool um__place_give(void *address) {
         um__table_unlock(); /* a handler of SIGABRT may allocate */
         abort();            /* freed twice: the C library ends it so, too */
     }
-    if (!keep(found, gone, &n)) {
+    if (!may_change) {
+        is_owing = true; /* first: the child may see only this */
+        um__table_set_state(found, found->state | UM__IS_OWED);
+    } else if (!keep(found, gone, &n)) {
         um__table_remove(address, &gone[n++]);
     }
     um__table_unlock();
@@ -397,6 +401,26 @@ bool um__place_give(void *address) {
         end_mapping(&gone[i]);
     }
     return true;
+}
+
+void um__place_settle(void) {
+    um__record *owed = NULL;
+    do {
+        void *address = NULL;
+        if (!is_owing) {
+            return;
+        }
+        /* If another thread forks now, it comes here afterwards. */
+        owed = um__table_lock() ? um__table_any(UM__IS_OWED) : NULL;
+        if (owed != NULL) {
+            address = address_of(owed);
+            um__table_set_state(owed, owed->state & ~(uint32_t)UM__IS_OWED);
+        }
+        um__table_unlock();
+        if (address != NULL) {
+            um__place_give(address);
+        }
+    } while (owed != NULL);
 }
 
 /* Gives a mapping another size, and another address if it has no room. Wants the lock: no other
@@ -433,8 +457,7 @@ static void *resize(um__record *record, size_t wanted, size_t nbytes) {
 
 void *um__place_resize(void *address, size_t nbytes) {
     void *result = NULL;
-    um__table_lock();
-    um__record *found = um__table_find(address);
+    um__record *found = um__table_lock() ? um__table_find(address) : NULL;
     if (found != NULL && (found->state & UM__IS_HUGETLB) != 0) {
         /* These neither grow nor move: a copy does. */
         result = nbytes <= found->nbytes && nbytes >= found->nbytes / 2 ? address : NULL;

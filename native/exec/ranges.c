@@ -63,7 +63,7 @@ void *um__ranges_map(void *at, size_t nbytes, int protection, int flags, int fd,
 /* Records, for --report, what became of a whole mapping that ends. */
 static void note_end(uintptr_t address, size_t nbytes) {
     um__record lost;
-    um__table_lock();
+    um__table_look();
     bool whole = um__table_overlaps(address, nbytes, &lost) && lost.address == address &&
                  lost.nbytes == in_pages(nbytes);
     um__table_unlock();
@@ -158,7 +158,7 @@ int um__ranges_advise(void *at, size_t nbytes, int advice) {
         return result;
     }
     um__record found;
-    um__table_lock();
+    um__table_look();
     bool ours = um__table_overlaps((uintptr_t)at, nbytes, &found);
     um__table_unlock();
     return ours ? um__sys_advise(at, nbytes, MADV_DONTNEED_LOCKED) : result;

@@ -105,6 +105,11 @@ uint64_t um__sys_now_ns(void) {
     return (uint64_t)now.tv_sec * 1000000000U + (uint64_t)now.tv_nsec;
 }
 
+void um__sys_rest(long ns) {
+    struct timespec rest = {.tv_nsec = ns};
+    syscall(SYS_clock_nanosleep, CLOCK_MONOTONIC, 0, &rest, NULL);
+}
+
 static bool read_number(size_t page_bytes, const char *name, size_t *out) {
     char path[96], text[24];
     snprintf(path, sizeof path, "/sys/kernel/mm/hugepages/hugepages-%zukB/%s", page_bytes >> 10,

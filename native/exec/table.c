@@ -19,8 +19,13 @@ static const char MAGIC[8] = "unimem\0L";
 
 typedef _Atomic uint32_t slot; /* the number of a record, and one */
 
+/* So long do others wait for a fork, in naps: in a large process, it may take that long. */
+enum { MOST_NAPS = 100, NAP_NS = 1000000 };
+
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static uint64_t signals_before; /* blocked, in the thread that has the lock */
+static unsigned n_forking;      /* threads; under the lock */
+static _Thread_local uint64_t signals_before_fork __attribute__((tls_model("initial-exec")));
 static um__table *table;
 static um__record *records;
 static um__table *mirror; /* for other processes; NULL: not shown */
@@ -53,10 +58,20 @@ const um__table *um__table_now(void) {
     return table;
 }
 
-void um__table_lock(void) {
+void um__table_look(void) {
     uint64_t before = um__sys_block_signals();
     pthread_mutex_lock(&lock);
     signals_before = before;
+}
+
+bool um__table_lock(void) {
+    um__table_look();
+    for (int i = 0; i < MOST_NAPS && n_forking != 0; i++) {
+        um__table_unlock();
+        um__sys_rest(NAP_NS);
+        um__table_look();
+    }
+    return n_forking == 0;
 }
 
 void um__table_unlock(void) {
@@ -88,7 +103,7 @@ static void put(um__record *at, um__record record) {
 }
 
 void um__table_note_next(const char *path, bool malloc_is_ours) {
-    um__table_lock();
+    um__table_look();
     um__table_begin();
     strncpy(table->next, path == NULL ? "" : path, sizeof table->next - 1);
     table->malloc_is_ours = malloc_is_ours;
@@ -125,15 +140,33 @@ static void show(void) {
 
 /* ---- forks ---- */
 
+void um__table_before_fork(void) {
+    uint64_t before = um__sys_block_signals();
+    um__table_look();
+    n_forking++;
+    um__table_unlock();
+    signals_before_fork = before;
+}
+
+void um__table_after_fork(void) {
+    um__table_look();
+    n_forking--;
+    um__table_unlock();
+    um__sys_restore_signals(signals_before_fork);
+}
+
 /* The child shows itself when it maps something. Its parent's descriptor stays open: the program
- * may have closed it, and its number may be another file's. */
+ * may have closed it, and its number may be another file's. Another thread of the parent may have
+ * had the lock. */
 void um__table_in_child(void) {
+    lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+    n_forking = 0;
     if (mirror != NULL) {
         um__sys_unmap(mirror, TABLE_BYTES);
         mirror = NULL;
     }
     was_tried = false;
-    um__table_unlock();
+    um__sys_restore_signals(signals_before_fork);
 }
 
 /* ---- slots ---- */
@@ -239,7 +272,7 @@ static void cut(uintptr_t start, uintptr_t end, uint32_t state) {
     um__record *record;
     for (uintptr_t at = start; (record = overlapping(&at, end)) != NULL;) {
         um__record left = *record, right = *record;
-        if (record->via != UM__MMAP) {
+        if (record->via != UM__MMAP || n_forking != 0) {
             left.state |= state;
             put(record, left);
             continue;
@@ -258,6 +291,9 @@ static void cut(uintptr_t start, uintptr_t end, uint32_t state) {
 }
 
 bool um__table_add(um__record record) {
+    if (n_forking != 0) {
+        return false;
+    }
     uint64_t nbytes = table->counts.placed_bytes + record.nbytes;
     if (!was_tried && (nbytes >= SHOWN_BYTES || um__settings_now.report)) {
         show();
@@ -317,7 +353,7 @@ bool um__table_overlaps(uintptr_t address, size_t nbytes, um__record *out) {
 
 bool um__table_is_hugetlb(uintptr_t address, size_t nbytes) {
     uintptr_t end = address;
-    um__table_lock();
+    um__table_look();
     const um__record *found = overlapping(&end, address + nbytes);
     bool is_whole = found != NULL && (found->state & UM__IS_HUGETLB) != 0 &&
                     found->address <= address && nbytes <= end - address;
@@ -337,7 +373,7 @@ void um__table_note_change(uintptr_t address, size_t nbytes) {
     if (!um__table_may_overlap(address, nbytes)) {
         return;
     }
-    um__table_lock();
+    um__table_look();
     um__table_begin();
     while ((record = overlapping(&at, end)) != NULL) {
         um__record now = *record;
@@ -348,9 +384,9 @@ void um__table_note_change(uintptr_t address, size_t nbytes) {
     um__table_unlock();
 }
 
-um__record *um__table_due(void) {
+um__record *um__table_any(uint32_t state) {
     for (uint32_t i = 0; i < table->n_records; i++) {
-        if (records[i].address != 0 && (records[i].state & UM__IS_DUE) != 0) {
+        if (records[i].address != 0 && (records[i].state & state) != 0) {
             return &records[i];
         }
     }
@@ -366,7 +402,10 @@ void um__table_note_end(const um__record *record) {
     if (um__sys_scan((void *)(uintptr_t)record->address, record->nbytes, &resident, &huge) != 0) {
         resident = huge = UINT64_MAX;
     }
-    um__table_lock();
+    if (!um__table_lock()) {
+        um__table_unlock();
+        return;
+    }
     um__table_begin();
     uint32_t i = 0;
     while (i < table->n_ended && (table->ended[i].via != record->via ||

@@ -154,7 +154,7 @@ TEST(a_forked_child_goes_on_by_itself) {
     begin_with(THP_SETTINGS);
     unsigned char *at = um__large_malloc(20 * MIB);
     memset(at, 5, 20 * MIB);
-    um__table_lock();
+    um__table_before_fork();
     pid_t child = fork();
     if (child == 0) {
         um__table_in_child();
@@ -163,12 +163,31 @@ TEST(a_forked_child_goes_on_by_itself) {
         void *other = um__large_malloc(20 * MIB);
         _exit(good && um__table_find(other) != NULL ? 0 : 1);
     }
-    um__table_unlock();
+    um__table_after_fork();
     int status = -1;
     waitpid(child, &status, 0);
     CHECK_EQ(status, 0);
     CHECK(um__table_find(at) != NULL);
     um__large_free(at);
+}
+
+/* A fork that lasts: it waits for a lock of the thread that allocates. */
+TEST(memory_is_passed_on_and_owed_while_a_thread_forks) {
+    begin_with(THP_SETTINGS);
+    unsigned char *at = um__large_malloc(20 * MIB), *grown = um__large_malloc(20 * MIB);
+    memset(grown, 5, 20 * MIB);
+    um__table_before_fork();
+    void *passed_on = um__large_malloc(20 * MIB);
+    CHECK(passed_on != NULL && um__table_find(passed_on) == NULL);
+    um__large_free(passed_on);
+    um__large_free(at);
+    unsigned char *copy = um__large_realloc(grown, 50 * MIB);
+    CHECK(um__table_find(copy) == NULL && is_filled(copy, 20 * MIB, 5));
+    CHECK(um__table_find(at) != NULL && um__table_find(grown) != NULL);
+    um__table_after_fork();
+    um__place_settle();
+    CHECK(um__table_find(at) == NULL && um__table_find(grown) == NULL);
+    um__large_free(copy);
 }
 
 /* ---- many threads at random ---- */

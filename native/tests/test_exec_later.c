@@ -58,7 +58,8 @@ TEST(a_slow_trial_holds_for_two_seconds) {
     for (size_t i = 0; i < COUNT(all); i++) {
         um__large_free(all[i]);
     }
-    CHECK(um__table_due() == NULL || um__table_due()->nbytes == 2 * MIB); /* which is kept */
+    CHECK(um__table_any(UM__IS_DUE) == NULL ||
+          um__table_any(UM__IS_DUE)->nbytes == 2 * MIB); /* which is kept */
 }
 
 TEST(small_pages_are_joined_when_the_program_has_become_quiet) {
@@ -100,7 +101,7 @@ TEST(a_thread_advises_a_mapping_of_the_program_s_and_joins_nothing) {
     while (is_due) {
         usleep(1000);
         um__table_lock();
-        is_due = um__table_due() != NULL;
+        is_due = um__table_any(UM__IS_DUE) != NULL;
         um__table_unlock();
     }
     CHECK_EQ(n_joined, 0);

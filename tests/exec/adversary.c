@@ -6,6 +6,7 @@
 #include <linux/userfaultfd.h>
 #include <malloc.h>
 #include <pthread.h>
+#include <pwd.h>
 #include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -241,6 +242,45 @@ static int fork_with_handlers(void) {
     return status != 0;
 }
 
+/* fork waits for the lock of all files, which a thread has that flushes them, and allocates. */
+static volatile int is_flushing;
+static pid_t flushed_child;
+
+static ssize_t allocate_late(void *cookie, const char *text, size_t nbytes) {
+    (void)cookie, (void)text;
+    is_flushing = 1;
+    usleep(200000); /* meanwhile, the other thread forks */
+    free(realloc(memset(malloc(2 * MIB), 1, 2 * MIB), 4 * MIB));
+    return (ssize_t)nbytes;
+}
+
+static void *fork_meanwhile(void *nothing) {
+    while (!is_flushing) {
+        usleep(1000);
+    }
+    flushed_child = fork();
+    if (flushed_child == 0) {
+        void *at = malloc(2 * MIB);
+        _exit(is_placed(at) && getpwnam("root") != NULL ? 0 : 1);
+    }
+    return nothing;
+}
+
+static int fork_beside_a_flush(void) {
+    cookie_io_functions_t functions = {.write = allocate_late};
+    FILE *file = fopencookie(NULL, "w", functions);
+    pthread_t other;
+    int status = -1;
+    alarm(60);
+    fputs("text", file);
+    pthread_create(&other, NULL, fork_meanwhile, NULL);
+    fflush(NULL);
+    pthread_join(other, NULL);
+    waitpid(flushed_child, &status, 0);
+    void *at = malloc(2 * MIB);
+    return status != 0 || !is_placed(at);
+}
+
 /* ---- signals ---- */
 
 static void leave(int number) {
@@ -293,6 +333,7 @@ int main(int n, char **words) {
                  {"grow", grow},
                  {"grow_to_huge_pages", grow_to_huge_pages},
                  {"fork_with_handlers", fork_with_handlers},
+                 {"fork_beside_a_flush", fork_beside_a_flush},
                  {"exit_in_setenv", exit_in_setenv},
                  {"allocate_in_handlers", allocate_in_handlers}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {

@@ -1,6 +1,6 @@
 // Calls all functions of an allocator at random, more than half of them for 64 KiB or more, and
-// looks at what the memory holds: family CALLS. Prints how many were made, how many of them had
-// memory that large, and how many of those at a multiple of 2 MiB, as placed memory is.
+// looks at what the memory holds: family CALLS [SEED]. Prints how many were made, how many of them
+// had memory that large, and how many of those at a multiple of 2 MiB, as placed memory is.
 #include <malloc.h>
 
 #include <cstdint>
@@ -201,6 +201,7 @@ void call(slot &own) {
 int main(int n, char **words) {
     static slot slots[N_SLOTS];
     unsigned long n_calls = n > 1 ? std::strtoul(words[1], nullptr, 10) : 0;
+    state = n > 2 ? std::strtoul(words[2], nullptr, 10) * 0x9e3779b97f4a7c15U : state;
     for (unsigned long i = 0; i < n_calls; i++) {
         call(slots[any(N_SLOTS)]);
     }

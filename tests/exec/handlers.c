@@ -1,5 +1,7 @@
-/* A library whose handlers of forks allocate, and wait for a thread that does. */
+/* A library whose handlers of forks allocate, and wait for a thread that does. They ask for users,
+ * too, for which the C library allocates. */
 #include <pthread.h>
+#include <pwd.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -7,6 +9,7 @@ static void allocate(void) {
     void *volatile at = malloc(2 << 20);
     memset(at, 1, 2 << 20);
     free(at);
+    getpwnam("root");
 }
 
 static void *allocate_too(void *nothing) {

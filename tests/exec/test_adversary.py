@@ -84,8 +84,15 @@ def test_growth_has_huge_pages(programs: Path) -> None:
     assert [int(each) >= 60 for each in done.stdout.split()] == [True, True], done.stdout
 
 
-def test_handlers_of_forks_allocate(programs: Path) -> None:
-    done = attack(programs, "fork_with_handlers", program="handlers")
+@pytest.mark.parametrize("min_bytes", ["4096", "1M"])
+@pytest.mark.parametrize(
+    ("case", "program"),
+    [("fork_with_handlers", "handlers"), ("fork_beside_a_flush", "adversary")],
+)
+def test_memory_is_allocated_while_a_thread_forks(
+    programs: Path, case: str, program: str, min_bytes: str
+) -> None:
+    done = attack(programs, case, "--min-bytes", min_bytes, program=program)
     assert done.returncode == 0, done.stderr
 
 
