@@ -79,7 +79,15 @@ def check(kv: um.KVCache, tokens: Sequence[int]) -> None:
     """Raise AssertionError unless a cache holds the rows of these tokens."""
     assert kv.seq_len == len(tokens)
     for lane, rows in enumerate(rows_of(kv, len(tokens)) if tokens else ()):
-        assert (rows == marks(tokens)[:, None] + np.uint32(lane)).all(), "a wrong row was restored"
+        wanted = marks(tokens)[:, None] + np.uint32(lane)
+        if (rows != wanted).any():
+            wrong = np.argwhere(rows != wanted)
+            (row, word), now = wrong[0], int((rows != wanted).sum())
+            raise AssertionError(
+                f"a wrong row was restored: {len(wrong)} words ({now} if compared again) of lane "
+                f"{lane}, the first is {rows[row, word]:#x} instead of {wanted[row, 0]:#x}, word "
+                f"{word} of token {row} of {tokens}, the last at {wrong[-1]}; process {os.getpid()}"
+            )
 
 
 # ---- processes, and what stops them ----

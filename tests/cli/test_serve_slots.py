@@ -40,6 +40,22 @@ def test_a_proxy_serves_until_it_is_ended(tmp_path: Path) -> None:
     assert list(tmp_path.glob("*.slot")) == []
 
 
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        ("--chunk-tokens 0", "--chunk-tokens': expected a whole number from 1 to"),
+        ("--port -1", "--port': expected a whole number from 0 to 65535"),
+        ("--disk-bytes 0", "--ram-bytes, --disk-bytes: expected one that is not 0"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(tmp_path: Path, words: str, match: str) -> None:
+    from support.terminal.screens import show
+
+    given = ["--store", tmp_path, "--model", "m", "--slot-save-path", tmp_path, *words.split()]
+    code, _, err = show("serve-slots", "http://127.0.0.1:1", *map(str, given))
+    assert (code, match in " ".join(err.split())) == (2, True), err
+
+
 def test_a_server_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     from support.terminal.screens import show
 

@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, *words: object, model: Path | None = None) -> tuple[int, str, str]:
     more = [] if model is None else ["--model", str(model)]
-    words = ("store", *words, "--store", folder / "kv", "--chunk-tokens", 16, *more)
+    words = ("store", "--chunk-tokens", 16, "--store", folder / "kv", *words, *more)
     return show(*map(str, words))
 
 
@@ -89,7 +89,11 @@ def test_another_model_s_prefixes_are_not_there(tmp_path: Path, model: Path) -> 
         (("import", "MODEL", "--model", "MODEL"), 1, "this is no slot file of llama.cpp"),
         (("import", "missing", "--model", "MODEL"), 1, "No such file"),
         (("import", "MODEL", "--model", "missing"), 1, "No such file"),
-        (("list", "--streams", "0"), 2, "--streams"),
+        (("list", "--streams", "0"), 2, "--streams': expected a whole number from 1 to 1024"),
+        (("list", "--chunk-tokens", "0"), 2, "--chunk-tokens': expected a whole number from 1 to"),
+        (("list", "--chunk-tokens", "-5"), 2, "got '-5'"),
+        (("list", "--disk-bytes", "0"), 2, "--disk-bytes: expected more than 0 for a folder"),
+        (("list", "--disk-bytes", "-1"), 2, "--disk-bytes': expected a whole number from 0 to"),
         (("list", "--disk-bytes", "many"), 2, "--disk-bytes"),
     ],
 )

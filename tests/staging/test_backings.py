@@ -92,7 +92,7 @@ def test_what_others_put_under_a_name_is_left_alone(module: Any, kind: str, own_
     if module is backings:
         assert backings.sweep() == [f"{path} ({taken_names.KINDS[kind]})"]
     else:
-        ram_tier._sweep(str(own_shm))
+        ram_tier.sweep(str(own_shm))
     assert os.path.lexists(path)
 
 
@@ -109,5 +109,5 @@ def test_a_very_deep_folder_goes_without_recursion(
             os.mkdir("d", dir_fd=fd)
             fd = fds.add(partial(os.open, dir_fd=fd), "d", os.O_RDONLY)
             os.close(fds.pop(0))
-    backings.sweep() if module is backings else ram_tier._sweep(str(own_shm))
+    backings.sweep() if module is backings else ram_tier.sweep(str(own_shm))
     assert list(own_shm.iterdir()) == []

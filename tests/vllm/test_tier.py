@@ -8,8 +8,9 @@ import os
 import shutil
 import threading
 import types
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ import numpy as np
 import pytest
 
 import unimem as um
+from support.contracts.things import Things
+from support.contracts.wrong_arguments import unclear
 from support.files import safetensors_files as st
 from support.project.checkout import ROOT
 from support.servers.vllm_definitions import imported
@@ -385,6 +388,21 @@ def test_arguments(
     with pytest.raises(error, match=match):
         Engine(vllm, tmp_path, **options)
     assert threading.active_count() == n_threads
+
+
+def test_each_wrong_argument_is_named(
+    vllm: types.SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    right = {"where": str(tmp_path / "s"), "ram_bytes": 0, "disk_bytes": 1 << 24, "model": "m"}
+    right |= {"n_threads": 1}
+
+    def take(**options: Any) -> None:
+        Engine(vllm, tmp_path, **options).tier.shutdown()
+
+    with ExitStack() as undo, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about placement
+        assert unclear(Things(tmp_path, undo), lambda _: (take, right)) == []
 
 
 def test_the_configuration_of_the_page_is_what_the_class_takes(vllm: types.SimpleNamespace) -> None:

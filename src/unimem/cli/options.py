@@ -55,7 +55,7 @@ def number_parser(least: int, most: int, examples: str) -> Callable[[str], int]:
     """
 
     def parse(text: str) -> int:
-        found = _NUMBER.fullmatch(text)
+        found = _NUMBER.fullmatch(str(text))  # Typer gives it defaults, which may be numbers
         if found is not None:
             value = Fraction(found[1]) * _SCALES[(found[2] or "").lower()]
             if value.denominator == 1 and least <= value <= most:

@@ -11,11 +11,12 @@ import typer
 
 from unimem.base.text import escape
 from unimem.cli import terminal
-from unimem.cli.options import value_option
+from unimem.cli.options import number_parser, value_option
 from unimem.cli.store import DiskBytes, Options, Store, StoreChunk, parse_bytes
 from unimem.kv.store.store import KVStore
 from unimem.llama_cpp.proxy import SlotProxy
 from unimem.llama_cpp.server import LlamaServer
+from unimem.remote.client import is_url
 
 __all__ = ["serve_slots"]
 
@@ -53,7 +54,9 @@ def serve_slots(
     port: Annotated[
         int,
         value_option(
-            "N", f"The port to serve at; 0 takes a free one. [default: {_PORT}]", min=0, max=65535
+            "N",
+            f"The port to serve at; 0 takes a free one. [default: {_PORT}]",
+            parser=number_parser(0, 65535, "8081 or 0"),
         ),
     ] = _PORT,
     address: Annotated[
@@ -66,6 +69,10 @@ def serve_slots(
     completion, the longest stored prefix is restored into the slot; afterwards, new tokens are
     stored.
     """
+    if not ram_bytes and disk_bytes == 0 and not is_url(store):
+        raise typer.BadParameter(
+            "--ram-bytes, --disk-bytes: expected one that is not 0 for a folder, got 0 and 0"
+        )
     with KVStore(
         store, ram_bytes=ram_bytes or 0, disk_bytes=disk_bytes, chunk_tokens=chunk_tokens
     ) as opened:

@@ -20,6 +20,7 @@ from unimem.llama_cpp.identity import model_hash
 from unimem.llama_cpp.prefixes import LlamaPrefixes
 from unimem.llama_cpp.slot_file import read_slot_file, write_slot_file
 from unimem.llama_cpp.stored import StoredPrefix, stored_prefixes
+from unimem.remote.client import is_url
 from unimem.weights.opened import open_weights
 
 __all__ = ["DiskBytes", "Model", "Options", "Store", "StoreChunk", "parse_bytes", "store"]
@@ -52,7 +53,10 @@ DiskBytes = Annotated[
     ),
 ]
 StoreChunk = Annotated[
-    int, typer.Option(metavar="N", min=1, max=1 << 20, help="Tokens of a chunk.")
+    int,
+    typer.Option(
+        metavar="N", parser=number_parser(1, 1 << 20, "256 or 1k"), help="Tokens of a chunk."
+    ),
 ]
 
 
@@ -86,8 +90,7 @@ def store(
             "N",
             "With export: slots of the server, unless they share one cache (--kv-unified). "
             "[default: 1]",
-            min=1,
-            max=1024,
+            parser=number_parser(1, 1024, "1 or 4"),
         ),
     ] = 1,
     disk_bytes: DiskBytes = None,
@@ -107,6 +110,10 @@ def store(
     if not expected[action]:
         needs = {"list": "nothing", "import": "slot files", "export": "KEY and FILE"}[action]
         raise typer.BadParameter(f"{action}: expected {needs} behind it, got {' '.join(words)!r}")
+    if disk_bytes == 0 and not is_url(folder):
+        raise typer.BadParameter(
+            f"--disk-bytes: expected more than 0 for a folder, got 0: {folder}"
+        )
     digest = None if model is None else model_hash(model)
     with KVStore(folder, ram_bytes=0, disk_bytes=disk_bytes, chunk_tokens=chunk_tokens) as opened:
         if action == "list":

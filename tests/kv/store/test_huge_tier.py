@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import warnings
@@ -13,30 +14,26 @@ from typing import Any
 import pytest
 
 import unimem as um
-from support.files.prefix_stores import bytes_of, large_cache
+from support.files.prefix_stores import bytes_of, large_cache, shm
 from support.kernel.huge_pages import PAGE_BYTES, count, eight_huge_pages, no_huge_pages
 from unimem.kv.store import huge_tier
 from unimem.kv.store.store import KVStore
 from unimem.system import limits
 
-__all__ = ["eight_huge_pages", "no_huge_pages"]  # fixtures
+__all__ = ["eight_huge_pages", "no_huge_pages", "shm"]  # fixtures
 
 MODEL, CHUNK = "tiny", 512
 # A chunk of 4 MiB with its header takes three huge pages.
 COST = 3 * PAGE_BYTES
 # Room for two chunks and the table; the kernel's pool has eight pages.
 BUDGET = 2 * COST + 65536
+OPTIONS: dict[str, Any] = {"ram_bytes": BUDGET, "disk_bytes": 0, "chunk_tokens": CHUNK}
+OPTIONS |= {"pages": "2m"}
 
 
 @contextmanager
 def opened(folder: Path, **options: Any) -> Iterator[KVStore]:
-    given: dict[str, Any] = {
-        "ram_bytes": BUDGET,
-        "disk_bytes": 0,
-        "chunk_tokens": CHUNK,
-        "pages": "2m",
-    } | options
-    with um.KVStore(folder, **given) as store:
+    with um.KVStore(folder, **OPTIONS | options) as store:
         yield store
 
 
@@ -112,6 +109,65 @@ def test_a_damaged_chunk_is_a_miss(tmp_path: Path, there: Path) -> None:
         kv.clear()
         with pytest.warns(um.PlacementWarning, match="was removed"):
             assert store.restore_into(kv, tokens, model=MODEL) == 0
+
+
+@pytest.fixture
+def mount(tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A plain folder in place of the hugetlbfs, and one in place of ``/dev/shm``."""
+    path = tmp_path / "mount"
+    path.mkdir()
+    monkeypatch.setattr(huge_tier, "_mount_point", lambda: str(path))
+    monkeypatch.setattr("unimem.system.policy.pool_shortfall", lambda *_: None)
+    return path
+
+
+def found(store: KVStore, value: int) -> int:
+    with large_cache(None) as kv:
+        return store.restore_into(kv, [value, *range(CHUNK - 1)], model=MODEL)
+
+
+def put(store: KVStore, value: int) -> None:
+    with large_cache(value) as kv:
+        store.put(kv, [value, *range(CHUNK - 1)], model=MODEL)
+
+
+def test_the_last_process_closes_while_another_one_opens(
+    tmp_path: Path, mount: Path, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = um.KVStore(
+        tmp_path / "s", ram_bytes=BUDGET, disk_bytes=0, chunk_tokens=CHUNK, pages="2m"
+    )
+    put(last, 1)
+    flock = fcntl.flock
+
+    def close_between(fd: int, how: int) -> None:
+        """Close once the folder of the table is kept."""
+        flock(fd, how)
+        if how == fcntl.LOCK_SH:
+            last.close()
+
+    monkeypatch.setattr(fcntl, "flock", close_between)
+    with opened(tmp_path / "s") as store:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        assert found(store, 1) == CHUNK
+    assert [*mount.iterdir(), *shm.iterdir()] == []
+
+
+def test_two_tables_have_two_pools(tmp_path: Path, mount: Path, shm: Path) -> None:
+    (tmp_path / "s").mkdir(0o700)
+    info = (tmp_path / "s").stat()
+    taken = shm / f"unimem-kv-{os.geteuid()}-{info.st_dev:x}-{info.st_ino:x}-2m"
+    taken.touch()  # as another user may
+    with pytest.warns(um.PlacementWarning, match="lie in"):
+        first = um.KVStore(tmp_path / "s", **OPTIONS)
+    with first:
+        put(first, 1)
+        taken.unlink()
+        with opened(tmp_path / "s") as second:
+            put(second, 2)
+            assert (found(first, 1), found(second, 1)) == (CHUNK, 0)
+        assert found(first, 1) == CHUNK
+    assert [*mount.iterdir(), *shm.iterdir()] == []
 
 
 def falls_back(folder: Path, match: str) -> None:

@@ -121,7 +121,7 @@ def check_budgets(engine: str, chunk_bytes: int, ram_bytes: int, disk_bytes: int
     """Raise ValueError if a chunk does not fit into a budget that is not 0."""
     least = chunk_bytes + _BESIDE_BYTES
     for name, budget in (("ram_bytes", ram_bytes), ("disk_bytes", disk_bytes)):
-        if budget and integer(budget, name, 0) < least:
+        if budget is not None and 0 < integer(budget, name, 0) < least:
             raise ValueError(
                 f"{name}: expected 0, or at least {least} for one chunk of {engine}, got {budget}"
             )

@@ -2,54 +2,58 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
-import stat
-from contextlib import ExitStack, suppress
 
 from unimem.base.kernel_files import read_text
 from unimem.errors import PlacementError
-from unimem.kv.store.ram_tier import RamTier
+from unimem.kv.store.ram_tier import RamTier, keep_own, sweep
 from unimem.system import limits, policy
 
 __all__ = ["HugeTier"]
 
 _PAGE_BYTES = 2 << 20
+_LINK = "pool"  # of the table's folder
 
 
 class HugeTier(RamTier):
     """Chunks in hugetlb pages of 2 MiB, for all processes of this user that have the same store.
 
-    The table and the lock file lie in shared memory. A chunk takes whole huge pages. It raises
-    PlacementError if the pool is too small or this user may not write to any hugetlbfs, with the
-    command that helps.
+    The table and the lock file lie in shared memory, with a link to the folder of the pool. So all
+    processes with one table have one pool, which is there as long as the table. A chunk takes whole
+    huge pages. It raises PlacementError if the pool is too small or this user may not write to any
+    hugetlbfs, with the command that helps.
     """
 
     _block_pages = "2m"
     _least_unit = _PAGE_BYTES
 
     def __init__(self, folder: str, budget_bytes: int, *, numa: str | None = None) -> None:
-        nodes = policy.parse_numa(numa)
+        policy.parse_numa(numa)
         self._pages, self._numa = "2m", numa
-        info = os.stat(folder)
-        path = os.path.join(_mount_point(), self._folder_name(info))
-        # Chunks that other processes have put there count for this budget, too.
-        more = max(0, budget_bytes - _held_bytes(path))
-        if shortfall := policy.pool_shortfall("2m", more, limits, nodes):
-            raise PlacementError(shortfall)
-        notes = f"{limits.SHM}/{self._folder_name(info)}-2m"
-        self._open_for_all([notes, path], budget_bytes)
+        self._name = self._folder_name(os.stat(folder))
+        self._open_for_all(f"{limits.SHM}/{self._name}-2m", budget_bytes)
 
-
-def _held_bytes(folder: str) -> int:
-    """Return the bytes of the files of a folder; 0 for a missing folder, or another user's."""
-    held = 0
-    with suppress(OSError), ExitStack() as undo:
-        for entry in undo.enter_context(os.scandir(folder)):
-            with suppress(FileNotFoundError):
-                info = entry.stat(follow_symlinks=False)
-                held += info.st_size if stat.S_ISREG(info.st_mode) else 0
-    return held
+    def _keep_pool(self) -> None:
+        (_, notes), is_new = self._kept[0], False
+        try:
+            path = os.readlink(_LINK, dir_fd=notes)
+        except FileNotFoundError:
+            is_new, nodes = True, policy.parse_numa(self._numa)
+            mount = _mount_point()
+            sweep(mount)
+            if shortfall := policy.pool_shortfall("2m", self.budget_bytes, limits, nodes):
+                raise PlacementError(shortfall) from None
+            # A name of its own: what a killed process left behind is another table's.
+            path = os.path.join(mount, f"{self._name}-{os.urandom(8).hex()}")
+        found = keep_own(path)
+        if isinstance(found, str):
+            text = f"The folder of the pool is {found}: end all processes with this store"
+            raise OSError(errno.EIO, text, path)
+        self._kept.append((path, found))
+        if is_new:
+            os.symlink(path, _LINK, dir_fd=notes)
 
 
 def _mount_point() -> str:

@@ -41,7 +41,7 @@ from unimem.kv.store.tiers import (
 from unimem.system import limits, policy
 from unimem.system.placement import Pages, Placement
 
-__all__ = ["RamTier"]
+__all__ = ["RamTier", "keep_own", "sweep"]
 
 _PREFIX = "unimem-kv-"
 _LOCK, _TABLE, _POOL = ".lock", "table", "pool"
@@ -119,16 +119,15 @@ class RamTier:
                 0,
                 budget_bytes,
             )
-        path = f"{limits.SHM}/{self._folder_name(os.stat(folder))}"
-        self._open_for_all([path], budget_bytes)
+        self._open_for_all(f"{limits.SHM}/{self._folder_name(os.stat(folder))}", budget_bytes)
 
     def _folder_name(self, store: os.stat_result) -> str:
         return f"{_PREFIX}{os.geteuid()}-{store.st_dev:x}-{store.st_ino:x}"
 
-    def _open_for_all(self, folders: list[str], budget_bytes: int) -> None:
-        """Open folders that the last process with them removes: the folder of the table first."""
+    def _open_for_all(self, folder: str, budget_bytes: int) -> None:
+        """Open the folder of the table and that of the pool; the last process removes both."""
         self._pid = os.getpid()
-        self.folder, self.budget_bytes = folders[-1], budget_bytes
+        self.folder, self.budget_bytes = folder, budget_bytes
         self._mutex = threading.Lock()
         self._has_warned = False  # of a chunk that is larger than the pool
         self._fds = Descriptors()
@@ -139,24 +138,23 @@ class RamTier:
             self._block: Block | None = None
             self._map_of_table: Block | None = None
             self._data = np.empty(0, np.uint8)
-            for folder in folders:
-                _sweep(os.path.dirname(folder))
-                self._kept.append(_keep(folder))
-            self.folder, self._place = self._kept[-1]
-            self._lock, self._table, self._pool = (
-                self._fds.add(partial(os.open, dir_fd=place), name, _OPEN, 0o600)
-                for place, name in (
-                    (self._kept[0][1], _LOCK),
-                    (self._kept[0][1], _TABLE),
-                    (self._place, _POOL),
-                )
-            )
+            sweep(os.path.dirname(folder))
+            self._kept.append(_keep(folder))
+            opens = partial(os.open, dir_fd=self._kept[0][1])
+            self._lock = self._fds.add(opens, _LOCK, _OPEN, 0o600)
+            self._table = self._fds.add(opens, _TABLE, _OPEN, 0o600)
             with self._mutex, _flock(self._lock):
+                self._keep_pool()
+                self.folder, self._place = self._kept[-1]
+                self._pool = self._fds.add(self._open_in_place, _POOL, _OPEN)
                 self._map()
             undo.pop_all()
 
+    def _keep_pool(self) -> None:
+        """Keep the folder of the pool, too, if it is another one than the table's."""
+
     def _open_in_place(self, name: str, flags: int) -> int:
-        return os.open(name, flags, dir_fd=self._place)
+        return os.open(name, flags, 0o600, dir_fd=self._place)
 
     def _map(self) -> None:
         """Map the table; make it, and the pool, if this is the first process."""
@@ -459,13 +457,12 @@ class RamTier:
                 if block is not None:
                     block.close()
             self._block = self._map_of_table = None
+            # A forked child has the same lock, and leaves the removal to its parent.
+            if self._kept and os.getpid() == self._pid:
+                _remove_unkept(*self._kept)
             while self._kept:
-                folder, fd = self._kept.pop()
-                # A forked child has the same lock, and leaves the removal to its parent.
-                if os.getpid() == self._pid:
-                    _remove_unkept(folder, fd)
                 with suppress(OSError):  # it is closed in any case
-                    os.close(fd)
+                    os.close(self._kept.pop()[1])
 
 
 def _tag(key: bytes) -> np.uint64:
@@ -500,7 +497,7 @@ def _keep(path: str) -> tuple[str, int]:
     taken = ""
     for i in range(_MOST_NAMES):
         name = f"{path}-{i}" if i else path
-        found = _keep_own(name)
+        found = keep_own(name)
         if isinstance(found, int):
             if taken:
                 policy.warn(f"{taken}; chunks in RAM lie in {name} instead")
@@ -514,7 +511,7 @@ def _keep(path: str) -> tuple[str, int]:
     )
 
 
-def _keep_own(path: str) -> int | str:
+def keep_own(path: str) -> int | str:
     """Make or open a folder, and lock it; say what else lies there."""
     while True:
         with suppress(FileExistsError):
@@ -532,15 +529,17 @@ def _keep_own(path: str) -> int | str:
                 return fd
 
 
-def _remove_unkept(path: str, fd: int) -> None:
+def _remove_unkept(*kept: tuple[str, int]) -> None:
+    """Remove folders unless another process has the first of them; the others belong to it."""
     with suppress(OSError):  # another process has it, or it is another folder by now
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.lstat(path), os.fstat(fd)):
-            empty_folder(fd)
-            os.rmdir(path)
+        fcntl.flock(kept[0][1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for path, fd in reversed(kept):
+            if os.path.samestat(os.lstat(path), os.fstat(fd)):
+                empty_folder(fd)
+                os.rmdir(path)
 
 
-def _sweep(root: str) -> None:
+def sweep(root: str) -> None:
     """Remove the folders that killed processes of this user have left in shared memory."""
     for name in os.listdir(root):
         if name.startswith(f"{_PREFIX}{os.geteuid()}-"):
@@ -549,6 +548,6 @@ def _sweep(root: str) -> None:
                 fd = os.open(path, OPEN_FOLDER)
                 try:
                     if foreign_kind(os.fstat(fd)) is None:  # any user may take the name
-                        _remove_unkept(path, fd)
+                        _remove_unkept((path, fd))
                 finally:
                     os.close(fd)
