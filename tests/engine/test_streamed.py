@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 
@@ -19,7 +20,7 @@ import unimem as um
 from support.models.decoders import greedy, interrupted, logits_of, tokens
 from support.models.make import Shape, small, write_model
 from support.processes.forks import in_child, needs_fork, refuses
-from unimem.engine import Decoder
+from unimem.engine import Decoder, UnsupportedModel
 from unimem.planning import needs
 from unimem.planning.needs import PREFILL_BATCH
 from unimem.weights.stream.stream import Stream
@@ -176,6 +177,23 @@ def test_a_batch_brings_the_experts_of_the_next_layer(mixture: Path) -> None:
     # All of the first layer, and few of the last one, which computes a single token.
     assert stat["prefetched"] == 8
     assert stat["prefetch_hits"] >= 6
+
+
+@pytest.mark.parametrize("name", ["blk.1.ffn_up_exps.bias", "blk.0.ffn_gate_exps.weight"])
+def test_experts_that_are_not_the_last_dimension_are_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = gguf.GGUFWriter.add_tensor_info
+
+    def add_longer(self: Any, tensor: str, shape: Any, *facts: Any, **options: Any) -> None:
+        add(self, tensor, (1, *shape) if tensor == name else shape, *facts, **options)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tensor_info", add_longer)
+    path = write(tmp_path, "gpt-oss", "f32")
+    with Decoder(path, ctx=64, threads=1, load="map") as mapped:
+        mapped.prefill(PROMPT[:9])
+    with pytest.raises(UnsupportedModel, match=rf"'{name}' has shape .*, 1\], and .*load='map'"):
+        streamed(path, 1)
 
 
 # ---- the budget --------------------------------------------------------------------------
