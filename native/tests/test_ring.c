@@ -92,6 +92,20 @@ TEST(opening_fails_at_each_call) {
     CHECK_EQ(n, 7);
 }
 
+TEST(closing_leaves_no_mapping_if_a_call_fails) {
+    SKIP_UNLESS(!is_refused(), "the kernel refuses io_uring");
+    os_state_begin();
+    for (unsigned n = 1; n <= 2; n++) {
+        um__ring ring;
+        REQUIRE(um__ring_open(&ring, N_READS) == 0);
+        fault_os_fail_nth(n, ENOMEM);
+        um__ring_close(&ring, false);
+        CHECK_STR(fault_os_failed(), "um__os_unmap");
+        fault_os_fail_nth(0, 0);
+        CHECK(os_state_unchanged());
+    }
+}
+
 /* The rings are not mapped in a child: no entry of the parent's is changed there. */
 TEST(a_forked_child_closes_only_the_descriptor) {
     SKIP_UNLESS(!is_refused(), "the kernel refuses io_uring");

@@ -37,7 +37,7 @@ from support.terminal.screens import (
 )
 from unimem import CapacityError
 from unimem.cli import terminal
-from unimem.engine import Decoder, embedded_model, model_memory
+from unimem.engine import Decoder, embedded_model
 from unimem.system import limits
 from unimem.system.limits import Limit
 from unimem.weights import residency
@@ -455,8 +455,6 @@ def test_a_run_streams_a_model_without_room_or_into_a_budget(monkeypatch: Patch)
     room = whole.total_bytes - (256 << 10)
     limit = Limit("memory of the machine", 2 * room, room, "take less")
     monkeypatch.setattr(limits, "memory_limits", lambda: (limit,))
-    # The room for Python's own objects is larger than this model.
-    monkeypatch.setattr(model_memory, "_OWN_BYTES", 0)
     document = run_json("--ctx", "100", "-n", "1")
     assert (document["model"]["load"], document["plan"]["verdict"]) == ("stream", "streams")
     assert "would not stay in memory" in document["model"]["load_reason"]

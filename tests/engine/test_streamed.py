@@ -7,11 +7,12 @@ import shutil
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 
@@ -19,9 +20,11 @@ import unimem as um
 from support.models.decoders import greedy, interrupted, logits_of, tokens
 from support.models.make import Shape, small, write_model
 from support.processes.forks import in_child, needs_fork, refuses
-from unimem.engine import Decoder
+from unimem.engine import Decoder, UnsupportedModel
 from unimem.planning import needs
 from unimem.planning.needs import PREFILL_BATCH
+from unimem.system import limits
+from unimem.system.limits import Limit
 from unimem.weights.stream.stream import Stream
 
 MIXTURE = Shape(hidden=256, layers=3, heads=4, kv_heads=2, inner=256, vocab=320, ctx=600)
@@ -178,6 +181,23 @@ def test_a_batch_brings_the_experts_of_the_next_layer(mixture: Path) -> None:
     assert stat["prefetch_hits"] >= 6
 
 
+@pytest.mark.parametrize("name", ["blk.1.ffn_up_exps.bias", "blk.0.ffn_gate_exps.weight"])
+def test_experts_that_are_not_the_last_dimension_are_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = gguf.GGUFWriter.add_tensor_info
+
+    def add_longer(self: Any, tensor: str, shape: Any, *facts: Any, **options: Any) -> None:
+        add(self, tensor, (1, *shape) if tensor == name else shape, *facts, **options)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tensor_info", add_longer)
+    path = write(tmp_path, "gpt-oss", "f32")
+    with Decoder(path, ctx=64, threads=1, load="map") as mapped:
+        mapped.prefill(PROMPT[:9])
+    with pytest.raises(UnsupportedModel, match=rf"'{name}' has shape .*, 1\], and .*load='map'"):
+        streamed(path, 1)
+
+
 # ---- the budget --------------------------------------------------------------------------
 
 
@@ -209,6 +229,21 @@ def test_a_budget_below_the_least_is_refused_with_its_name(model: Path) -> None:
     least = budget_of(model, 0)
     with pytest.raises(um.CapacityError, match=f"{least}"):
         Decoder(model, ctx=64, load="stream", weights_budget=least - 1)
+
+
+@pytest.mark.parametrize("spare", [0, 0.07])
+def test_a_tiny_model_needs_a_share_beside_its_plan(
+    spare: float, mixture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget = budget_of(mixture, 0.5)
+    needed = um.plan(
+        mixture, ctx=64, threads=1, load="stream", weights_budget=budget, engine="unimem"
+    )
+    room = int(needed.total_bytes * (1 + spare))
+    limit = Limit("memory of the machine", 2 * room, room, "take less")
+    monkeypatch.setattr(limits, "memory_limits", lambda: (limit,))
+    with nullcontext() if spare else pytest.raises(um.CapacityError):
+        Decoder(mixture, ctx=64, threads=1, load="stream", weights_budget=budget).close()
 
 
 def test_opened_weights_keep_their_budget(model: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 import unimem as um
+from support.files.streamed_models import mixture, write
 from unimem.accounting import published
 from unimem.staging.keeper import drop, hold
 from unimem.weights.staged import Held
@@ -317,6 +318,23 @@ def _opening(load: str) -> Callable[[Path], Iterator[Call]]:
 
 for way in ("map", "copy", "direct"):
     operation(f"open_weights, {way}")(_opening(way))
+
+
+@operation("open_weights, streamed")
+def _(folder: Path) -> Iterator[Call]:
+    path = write(folder / "mixture.gguf", mixture(1), 2)
+    budget = int(path.stat().st_size * 0.7)  # so that pieces are read, and read again
+
+    def run() -> list[int]:
+        with um.open_weights(path, load="stream", budget=budget) as weights:
+            experts: list[Any] = [t for t in weights.tensors.values() if hasattr(t, "ensure")]
+            return [
+                checksum(each.pool[each.ensure(range(first, first + 2))])
+                for first in (0, 4)
+                for each in experts
+            ]
+
+    yield Call(run)
 
 
 @operation("Weights, residency, lock, evict")

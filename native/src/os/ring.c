@@ -23,6 +23,13 @@ static uint32_t *word_at(const um__ring *ring, uint32_t offset) {
     return (uint32_t *)(void *)(ring->rings + offset);
 }
 
+/* Nobody could try later what fails, so it is tried again. */
+static void unmap(void *mapped, size_t nbytes) {
+    if (um__os_unmap(mapped, nbytes) != 0) {
+        um__os_unmap(mapped, nbytes);
+    }
+}
+
 /* Maps, for this process and not for forked children. */
 static int map(int fd, uint64_t offset, size_t nbytes, void **out) {
     void *mapped;
@@ -118,8 +125,8 @@ bool um__ring_take(um__ring *ring, um__read_end *out) {
 
 void um__ring_close(um__ring *ring, bool in_child) {
     if (!in_child) {
-        um__os_unmap(ring->entries, ring->entries_nbytes);
-        um__os_unmap(ring->rings, ring->rings_nbytes);
+        unmap(ring->entries, ring->entries_nbytes);
+        unmap(ring->rings, ring->rings_nbytes);
     }
     um__os_close(ring->fd);
 }

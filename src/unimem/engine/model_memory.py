@@ -40,8 +40,9 @@ from unimem.weights.tensors import Contents, Tensor, headers_of
 
 __all__ = ["DecoderOptions", "ModelMemory", "Reader"]
 
-# Of Python's objects for a model, beside the kernel's tables of pages.
-_OWN_BYTES, _PAGES_A_TABLE = 4 << 20, 512
+# Of Python's objects for a model, beside the kernel's tables of pages: the most, and the share of a
+# small model's plan.
+_MOST_OWN_BYTES, _OWN_SHARE, _PAGES_A_TABLE = 4 << 20, 16, 512
 
 _READERS: WeakKeyDictionary[WeightsCopy, WeakSet[Reader]] = WeakKeyDictionary()
 
@@ -106,7 +107,8 @@ def _with_own(needed: Plan) -> Plan:
     if needed.load != "stream":
         return needed
     memory = {limit.name for limit in limits.memory_limits()}
-    own_bytes = _OWN_BYTES + needed.total_bytes // _PAGES_A_TABLE
+    nbytes = needed.total_bytes
+    own_bytes = min(_MOST_OWN_BYTES, nbytes // _OWN_SHARE) + nbytes // _PAGES_A_TABLE
     checks = [
         replace(one, needed_bytes=one.needed_bytes + own_bytes) if one.name in memory else one
         for one in needed.checks

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from unimem.backends import ggml
 from unimem.engine.graph import Bringer, Headers, Wave, Waves
+from unimem.engine.model import Model, UnsupportedModel
 from unimem.engine.pieces_op import PieceReader, experts_address, layer_address, wave_address
 from unimem.planning.needs import n_waves
 from unimem.weights.tensors import StreamedTensor, Tensor
 
 if TYPE_CHECKING:
-    from unimem.engine.model import Model
     from unimem.weights.stream.stream import Stream
 
 __all__ = ["header_of", "read_pieces"]
@@ -41,8 +41,20 @@ def read_pieces(
     """Set the strides of streamed tensors, and add what reads their pieces to `headers`.
 
     Graphs made from `headers` read pieces by the returned reader, for up to `batch` tokens at once.
+
+    Raises
+    ------
+    UnsupportedModel
+        Experts of a tensor are not its last dimension, so that they have no slots.
     """
     pieces, table, experts = stream._pieces, stream._table, model.experts
+    for name, tensor in tensors.items():
+        place = table.places.get(name)
+        if experts and "_exps." in name and (place is None or place.n != experts.n):
+            raise UnsupportedModel(
+                f"tensor '{name}' has shape {list(tensor.ne)}, and experts are streamed only if "
+                f"their number, {experts.n}, comes last: open it with load='map'"
+            )
     most = batch * (1 if experts is None else experts.n_used)
     reader = PieceReader(pieces, most, stream.check_files)
     layers: list[dict[str, StreamedTensor]] = [{} for _ in range(model.dims.num_layers)]

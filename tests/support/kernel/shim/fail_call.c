@@ -273,7 +273,9 @@ static const call *numbered(long number) {
     static const call mlock2 = {"mlock2", {ENOMEM, EPERM, EAGAIN}}, munlock = {"munlock", {ENOMEM}},
                       mbind = {"mbind", {ENOMEM, EPERM, EINVAL}},
                       move_pages = {"move_pages", {ENOMEM, EPERM}},
-                      mount = {"fsmount", {EMFILE, EPERM, ENOSYS}};
+                      mount = {"fsmount", {EMFILE, EPERM, ENOSYS}},
+                      ring = {"io_uring_setup", {ENOMEM, EPERM, ENOSYS}},
+                      enter = {"io_uring_enter", {EIO, EAGAIN, EINTR}};
     switch (number) {
     case SYS_mlock2:
         return &mlock2;
@@ -283,6 +285,10 @@ static const call *numbered(long number) {
         return &mbind;
     case SYS_move_pages:
         return &move_pages;
+    case SYS_io_uring_setup:
+        return &ring;
+    case SYS_io_uring_enter:
+        return &enter;
     default:
         return number >= 428 && number <= 433 ? &mount : NULL; /* open_tree to fspick */
     }
