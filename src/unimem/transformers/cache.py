@@ -618,6 +618,7 @@ class KVCache(Cache):  # type: ignore[misc]
         tokens: torch.Tensor | npt.NDArray[Any] | Sequence[int],
         *,
         model: PreTrainedModel | None = None,
+        put: bool = False,
     ) -> int:
         """Take first tokens from a store, so that the model does not compute them.
 
@@ -629,6 +630,10 @@ class KVCache(Cache):  # type: ignore[misc]
             The ids for `generate`, ``[n]`` or ``[1, n]``. The last one is always left to compute.
         model : transformers.PreTrainedModel, optional
             The model; that of `for_model` by default.
+        put : bool, default False
+            Whether windows put the ids' whole chunks into the store while these pass, since they
+            keep too few rows for `put_into` afterwards. Until all ids were computed, the windows
+            take memory for them. A chunk that cannot be put is a `PlacementWarning`.
 
         Returns
         -------
@@ -642,6 +647,7 @@ class KVCache(Cache):  # type: ignore[misc]
         OSError, CapacityError, MemoryError, PlacementError, ClosedError
             As `unimem.KVStore.restore_into`. The cache is empty.
         """
+        flag(put, "put")
         known = self._known_model(model, "restore_from")
         ids = sessions.one_stream(tokens)[:-1]
         stored_prefixes.check_store(store)
@@ -652,7 +658,9 @@ class KVCache(Cache):  # type: ignore[misc]
                 f"KVCache.restore_from: expected an empty cache, got one of {length} tokens: "
                 "reset() first"
             )
-        first = stored_prefixes.first_tokens(known)
+        first, whole = stored_prefixes.first_tokens(known), sessions.one_stream(tokens)
+        if put:
+            stored_prefixes.put_while_passing(self._groups, store, whole, known)
         try:
             for group in self._groups:
                 if group.kv is None or not group.takes(*first):
