@@ -231,7 +231,7 @@ def halves(tmp_path: Path) -> Iterator[um.Weights]:
         yield w
 
 
-FOUR = {"names": {"weight": "weight"}, "strict": False}
+FOUR: dict[str, Any] = {"names": {"weight": "weight"}, "strict": False}
 
 
 def test_numbers_of_4_bits_are_those_of_torch(

@@ -108,6 +108,18 @@ def _float4(given: Tensor) -> Any:
     return kind
 
 
+def _typed(given: Any, source: Tensor, name: str, dtype: Any) -> Any:
+    """Return a tensor for a module, 4-bit numbers as such unless the module has bytes."""
+    if source.type != "f4" or dtype == _torch().uint8:
+        return given
+    if dtype != (kind := _float4(source)):  # torch converts to no other type
+        raise TypeError(
+            f"module: expected '{name}' in {kind} or torch.uint8 for tensor '{source.name}' of "
+            f"type f4, got {dtype}"
+        )
+    return given.view(kind)
+
+
 # Parameters over a model's memory, by identity; the first makes the table, since it needs torch.
 _UNWRITABLE: list[Any] = []
 
@@ -226,14 +238,7 @@ def load_state_dict(
         if whole is not None:
             own_pages = whole[source.offset : source.offset + source.nbytes]
             array = own_pages.view(array.dtype).reshape(array.shape)
-        given = tensor(array)
-        if source.type == "f4" and value.dtype != torch.uint8:
-            given = given.view(_float4(source))
-            if value.dtype != given.dtype:  # torch converts to no other type
-                raise TypeError(
-                    f"module: expected '{name}' in {given.dtype} or torch.uint8 for tensor "
-                    f"'{source.name}' of type f4, got {value.dtype}"
-                )
+        given = _typed(tensor(array), source, name, value.dtype)
         device = given.device if value.device.type == "meta" else value.device
         fitted = given.to(device, value.dtype, copy=writable is not None and whole is None)
         (mapped if fitted is given else copied).append(name)

@@ -22,6 +22,7 @@ from unimem.kv.rotate_heads import rotate_heads
 from unimem.kv.types import block_values, kv_name
 from unimem.system import limits
 from unimem.transformers import operator
+from unimem.transformers.scratch import Scratch
 
 __all__ = ["CacheOptions", "Group", "Layer", "Prompt", "as_tensor"]
 
@@ -96,6 +97,7 @@ class Group:
     dims: Dims = (0, 0, 0, 0)
     oldest: int = 0  # the first position that a ring held when it was adopted
     grows: bool = True
+    scratch: Scratch = field(default_factory=Scratch)  # for converted copies
     prompt: Prompt | None = None  # whose rows a ring keeps until they are put into a store
 
     def add(self) -> int:
@@ -233,7 +235,7 @@ class Group:
     def end(self) -> None:
         """Give the memory back, except under views."""
         kv, self.kv, self.dims, self.oldest = self.kv, None, (0, 0, 0, 0), 0
-        self.prompt = None
+        self.prompt, self.scratch = None, Scratch()
         self.count(0)
         self.drop_rows()
         if kv is not None:
@@ -478,13 +480,34 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
         self, kv: KVCache, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> Tensors:
         """Append to a cache of another type, and return converted copies."""
-        shown = key_states, value_states
-        if self.length and self.group.window != 1:
+        shown, states = (key_states, value_states), (key_states, value_states)
+        length, window = self.length, self.group.window
+        if length and window not in (None, 1):
             past = self._past(kv, key_states.dtype)
             shown = torch.cat([past[0], key_states], 2), torch.cat([past[1], value_states], 2)
         kv.append(self.index, _as_array(key_states), _as_array(value_states))
         self.group.lengths[self.index] += key_states.shape[2]
+        if length and window is None:
+            shown = self._converted(kv, key_states.dtype)
+            for part, given in zip(shown, states, strict=True):
+                part[:, :, length:] = given
         return shown
+
+    def _converted(self, kv: KVCache, dtype: torch.dtype) -> Tensors:
+        """Return copies of all tokens, in memory that was used for copies before."""
+        scratch, wanted = self.group.scratch, torch.float32 if kv.rotate else dtype
+        shapes = [(*self.group.dims[:2], self.length, size) for size in self.group.dims[2:]]
+        k, v = [scratch.take(shape, _DTYPES[wanted]) for shape in shapes]
+        kv.layer(self.index, dtype=_DTYPES[wanted], out=(k, v))
+        if kv.rotate:  # queries are not rotated
+            rotate_heads(k, "k", out=k)
+            rotate_heads(v, "v", out=v)
+        if wanted != dtype:
+            made = [scratch.take(shape, _DTYPES[dtype]) for shape in shapes]
+            for part, exact in zip(made, (k, v), strict=True):
+                as_tensor(part).copy_(as_tensor(exact))
+            k, v = made
+        return as_tensor(k), as_tensor(v)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many tokens `update` will return, and the position of the first one."""
