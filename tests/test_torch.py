@@ -223,6 +223,49 @@ def test_other_objects_than_tensors_are_refused(torch: Any) -> None:
 
 
 @pytest.fixture
+def halves(tmp_path: Path) -> Iterator[um.Weights]:
+    """Tensors of 4-bit numbers; the rows of one are no whole bytes."""
+    path = tmp_path / "f4.safetensors"
+    path.write_bytes(sf.write({"weight": ("F4", (2, 8)), "odd": ("F4", (2, 3))}))
+    with um.open_weights(path) as w:
+        yield w
+
+
+FOUR: dict[str, Any] = {"names": {"weight": "weight"}, "strict": False}
+
+
+def test_numbers_of_4_bits_are_those_of_torch(
+    torch: Any, halves: um.Weights, monkeypatch: Any
+) -> None:
+    kind, weight = torch.float4_e2m1fn_x2, halves.tensors["weight"]
+    found = ut.tensor(weight)
+    assert (found.dtype, found.shape, found.data_ptr()) == (kind, (2, 4), weight.address)
+    net, odd = torch.nn.Module(), torch.nn.Module()
+    for dtype in (kind, torch.uint8, torch.float32):
+        empty = torch.empty(2, 4, dtype=dtype, device="meta")
+        net.weight = torch.nn.Parameter(empty, requires_grad=False)
+        if dtype == torch.float32:
+            with pytest.raises(TypeError, match=r"float4_e2m1fn_x2 or torch.uint8 .* torch.float3"):
+                ut.load_state_dict(net, halves, **FOUR)
+            continue
+        for writable in (None, "copy"):
+            assert ut.load_state_dict(net, halves, writable=writable, **FOUR) == []
+            assert net.weight.dtype == dtype
+            assert same_bits(torch, net.weight, weight)
+            assert (net.weight.data_ptr() == weight.address) == (writable is None)
+    odd.weight = torch.nn.Parameter(torch.empty(2, 3), requires_grad=False)
+    for call in (
+        lambda: ut.tensor(halves.tensors["odd"]),
+        lambda: ut.load_state_dict(odd, halves, names={"weight": "odd"}, strict=False),
+    ):
+        with pytest.raises(TypeError, match="'odd' in a type that torch has, got f4"):
+            call()
+    monkeypatch.delattr(torch, "float4_e2m1fn_x2")
+    with pytest.raises(TypeError, match=r"a torch that has float4_e2m1fn_x2 .* as_array\(\)"):
+        ut.tensor(weight)
+
+
+@pytest.fixture
 def path(tmp_path: Path) -> Path:
     """A model of two layers: weights in bfloat16, a bias in float32, and an unused bias."""
     shapes: dict[str, tuple[str, sf.Shape]] = {

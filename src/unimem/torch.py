@@ -48,7 +48,8 @@ def tensor(view: Any) -> Any:
     Returns
     -------
     torch.Tensor
-        With the shape, dtype and strides of `view`; it keeps the memory alive. torch has no
+        With the shape, dtype and strides of `view`; it keeps the memory alive. A tensor of type
+        ``"f4"`` is torch's ``float4_e2m1fn_x2``, which has two values in each element. torch has no
         read-only tensors: writing to the tensor of a read-only `view` is not allowed, and over a
         mapped file the kernel ends the program (SIGSEGV).
 
@@ -64,6 +65,8 @@ def tensor(view: Any) -> Any:
     """
     torch = _torch()
     if isinstance(view, Tensor):
+        if view.type == "f4":
+            return tensor(_checked(view, None, view.name)).view(_float4(view))
         view = view.as_array()
     if isinstance(view, np.ndarray):
         if min(view.strides, default=0) < 0:  # torch would end the process
@@ -92,6 +95,29 @@ def tensor(view: Any) -> Any:
         raise TypeError(
             f"view: expected an array that torch can show, got one of {kind}: {said}"
         ) from None
+
+
+def _float4(given: Tensor) -> Any:
+    """Return torch's type of two 4-bit floating-point numbers a byte."""
+    kind = getattr(_torch(), "float4_e2m1fn_x2", None)
+    if kind is None:
+        raise TypeError(
+            f"view: expected a torch that has float4_e2m1fn_x2 for tensor '{given.name}', got "
+            f"{_torch().__version__}: use torch 2.8, or as_array(), which gives bytes"
+        )
+    return kind
+
+
+def _typed(given: Any, source: Tensor, name: str, dtype: Any) -> Any:
+    """Return a tensor for a module, 4-bit numbers as such unless the module has bytes."""
+    if source.type != "f4" or dtype == _torch().uint8:
+        return given
+    if dtype != (kind := _float4(source)):  # torch converts to no other type
+        raise TypeError(
+            f"module: expected '{name}' in {kind} or torch.uint8 for tensor '{source.name}' of "
+            f"type f4, got {dtype}"
+        )
+    return given.view(kind)
 
 
 # Parameters over a model's memory, by identity; the first makes the table, since it needs torch.
@@ -212,7 +238,7 @@ def load_state_dict(
         if whole is not None:
             own_pages = whole[source.offset : source.offset + source.nbytes]
             array = own_pages.view(array.dtype).reshape(array.shape)
-        given = tensor(array)
+        given = _typed(tensor(array), source, name, value.dtype)
         device = given.device if value.device.type == "meta" else value.device
         fitted = given.to(device, value.dtype, copy=writable is not None and whole is None)
         (mapped if fitted is given else copied).append(name)
@@ -264,17 +290,20 @@ def _refuse(names: Set[str], what: str) -> None:
         )
 
 
-def _checked(given: Tensor, shape: tuple[int, ...], name: str) -> np.ndarray[Any, Any]:
-    """Return a model's tensor as an array; raise unless it fits."""
+def _checked(given: Tensor, shape: tuple[int, ...] | None, name: str) -> np.ndarray[Any, Any]:
+    """Return a model's tensor as an array; raise unless it fits, of any shape if that is None."""
     array = given.as_array()
-    if array.shape != given.shape:
+    there = given.shape
+    if given.type == "f4" and given.shape and given.shape[-1] % 2 == 0:  # two values in a byte
+        there = (*given.shape[:-1], given.shape[-1] // 2)
+    if array.shape != there:
         raise TypeError(
             f"weights: expected tensor '{given.name}' in a type that torch has, got {given.type}, "
             "whose bytes are no numbers: dequantize() gives float32"
         )
-    if given.shape != shape:
+    if shape not in (None, there):
         raise ValueError(
             f"weights: expected tensor '{given.name}' of shape {shape}, as the module has "
-            f"'{name}', got {given.shape}"
+            f"'{name}', got {there}"
         )
     return array

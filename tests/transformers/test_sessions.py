@@ -18,7 +18,7 @@ import torch
 from support.models import tiny_transformers as tiny
 from support.models.architectures import CACHE
 from support.project.checkout import ROOT
-from unimem.errors import SnapshotError
+from unimem.errors import CacheFull, SnapshotError
 from unimem.transformers import KVCache
 
 pytestmark = pytest.mark.slow
@@ -69,6 +69,49 @@ def test_saving_again_leaves_one_conversation(kind: str, tmp_path: Path) -> None
         assert len(os.listdir(tmp_path)) == n_files == (2 if kind == "gemma" else 1)
     with KVCache.restore(path, model=model, tokens=ids) as again:
         assert again.get_seq_length() == ids.shape[1] - 1
+
+
+def test_a_restored_cache_has_the_options_that_were_given(kind: str, tmp_path: Path) -> None:
+    model, path = tiny.model(kind), tmp_path / "chat.kv"
+    with KVCache.for_model(model) as cache:
+        ids = talk(model, cache, tiny.prompts(1, N))
+        cache.save(path, tokens=ids)
+        expected, n_bytes = talk(model, cache, ids).tolist(), cache.capacity_bytes
+    most = n_bytes + (1 << 24)
+    cases: list[tuple[dict[str, Any], Any]] = [
+        ({"spare_rows": 0, "mode": "map"}, None),
+        ({"spare_rows": 700, "mode": "copy"}, None),
+        ({"max_seq_len": N + 6, "mode": "copy"}, "max_seq_len= makes room for more"),
+        ({"max_seq_len": N + 11, "mode": "copy"}, None),
+        ({"budget_bytes": most, "mode": "copy"}, None),
+        ({"budget_bytes": f"{most}", "mode": "copy"}, None),
+    ]
+    for options, full in cases:
+        with KVCache.restore(path, model=model, tokens=ids, **options) as again:
+            if full and kind != "mistral":  # a window alone is never full
+                with pytest.raises(CacheFull, match=full):
+                    talk(model, again, ids)
+                continue
+            assert talk(model, again, ids).tolist() == expected
+            assert again.capacity_bytes <= most
+            spare, ring = options.get("spare_rows", 128), again.caches[0]
+            assert ring.window is None or ring.n_rows >= tiny.WINDOW + spare
+    there = sorted(os.listdir("/proc/self/fd"))
+    for options, error, said in (
+        ({"max_seq_len": 64}, ValueError, "max_seq_len not accepted with mode='map'"),
+        ({"budget_bytes": 1 << 30}, ValueError, "budget_bytes not accepted with mode='map'"),
+        ({"pages": "4k"}, ValueError, "pages not accepted with mode='map'"),
+        ({"max_seq_len": 0, "mode": "copy"}, ValueError, "max_seq_len: expected an integer"),
+        ({"budget_bytes": 1, "mode": "copy"}, CacheFull, "budget_bytes"),
+        ({"budget_bytes": -1, "mode": "copy"}, ValueError, "budget_bytes"),
+        ({"spare_rows": -1}, ValueError, "spare_rows: expected an integer from 0"),
+        ({"spare_rows": "many"}, TypeError, "spare_rows: expected an integer"),
+        ({"mode": "move"}, ValueError, "mode: expected"),
+        ({"window": 3, "mode": "copy"}, TypeError, "window"),
+    ):
+        with pytest.raises(error, match=said):
+            KVCache.restore(path, model=model, tokens=ids, **options)
+    assert sorted(os.listdir("/proc/self/fd")) == there
 
 
 def test_foreign_sessions_are_refused(kind: str, tmp_path: Path) -> None:

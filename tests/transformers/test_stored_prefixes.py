@@ -144,6 +144,48 @@ def test_full_windows_are_put_while_their_rows_pass(kind: str, store: um.KVStore
     assert expected[0][:200] == ids[0].tolist()
 
 
+@pytest.mark.parametrize("pieces", [(200,), (90, 110), (16, 1, 183)])
+@pytest.mark.parametrize("kind", ["mistral", "gemma"])
+def test_a_prompt_longer_than_the_window_is_put_while_it_passes(
+    kind: str, pieces: tuple[int, ...], store: um.KVStore
+) -> None:
+    model, ids = tiny.model(kind), tiny.prompts(1, 200)
+    early = torch.cat([ids[:, :50], tiny.prompts(1, 12, seed=5)], 1)
+    with KVCache.for_model(model, spare_rows=0) as cache:
+        cache.restore_from(store, early, put=True)
+        cache.reset()  # a prompt that never came leaves nothing behind
+        assert cache.restore_from(store, ids, put=True) == 0
+        for part in ids.split(list(pieces), 1):
+            before = cache.caches[0].n_rows
+            with torch.no_grad():
+                logits = model(part, **{CACHE: cache}).logits
+        assert before > 200
+        assert cache.caches[0].n_rows == 128
+        assert cache.put_into(store, ids) == 192
+        plain = model(ids, use_cache=False).logits[:, -1]
+        torch.testing.assert_close(logits[:, -1], plain, rtol=1e-4, atol=1e-5)
+    for given, n in ((ids, 192), (early, 48)):
+        with KVCache.for_model(model) as cache:
+            answer = talk(model, cache, given).tolist()
+        with KVCache.for_model(model) as cache:
+            assert cache.restore_from(store, given) == n
+            assert talk(model, cache, given).tolist() == answer
+
+
+def test_a_store_that_closes_before_a_prompt_passed_is_a_warning(tmp_path: Path) -> None:
+    model, ids = tiny.model("mistral"), tiny.prompts(1, N)
+    with KVCache.for_model(model) as cache:
+        with um.KVStore(tmp_path / "s", ram_bytes=0, disk_bytes=1 << 26, chunk_tokens=16) as store:
+            cache.restore_from(store, ids, put=True)
+        with pytest.warns(um.PlacementWarning, match="were not put into"):
+            said = talk(model, cache, ids)
+        cache.reset()
+        assert talk(model, cache, ids).tolist() == said.tolist()
+        cache.reset()
+        with pytest.raises(ValueError, match="put: expected"):
+            cache.restore_from(store, ids, put=1)  # type: ignore[arg-type]
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_another_adapter_finds_no_prefix(store: um.KVStore) -> None:
     peft = pytest.importorskip("peft", reason="PEFT makes adapters")

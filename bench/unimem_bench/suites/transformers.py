@@ -22,6 +22,9 @@ CONTEXTS, CONTEXTS_QUICK = (1 << 10, 1 << 13, 1 << 15), (1 << 8, 1 << 10, 1 << 1
 # Tokens in one measurement: of updates, and of `generate`.
 N_UPDATES, N_TOKENS = 20, 32
 DYNAMIC, STATIC = "DynamicCache", "StaticCache"
+# Sides that name their attention, so that the attention and the cache are told apart.
+ATTENTIONS = ("unimem", "sdpa")
+QUANTIZED = ("q8_0", "q4_0")
 
 
 def packages(measure: Measure) -> tuple[Any, Any]:
@@ -43,11 +46,18 @@ def given(model: Any, cache: Any) -> dict[str, Any]:
     return {"cache" if named else "past_key_values": cache}
 
 
-def make_model(measure: Measure, dtype: str, kind: str, ctx: int) -> Any:
-    """Return the model, with the attention for a kind of cache."""
-    torch, transformers = packages(measure)
-    from unimem.transformers.attention import NAME
+def attention_of(kind: str) -> str:
+    """Return the attention of a side: as its name says, or ours for our cache only."""
+    named = kind.partition(", ")[2]
+    return named or ("sdpa" if kind in (DYNAMIC, STATIC) else "unimem")
 
+
+def make_model(measure: Measure, dtype: str, kind: str, ctx: int) -> Any:
+    """Return the model, with the attention of a side."""
+    torch, transformers = packages(measure)
+    import unimem.transformers  # registers the attention
+
+    assert unimem.transformers
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=HIDDEN,
@@ -60,7 +70,7 @@ def make_model(measure: Measure, dtype: str, kind: str, ctx: int) -> Any:
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=0,
-        attn_implementation=NAME if kind == "unimem" else "sdpa",
+        attn_implementation=attention_of(kind),
     )
     return transformers.LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
 
@@ -70,11 +80,11 @@ def make_cache(measure: Measure, kind: str, config: Any, ctx: int) -> Any:
     _, transformers = packages(measure)
     from unimem.transformers import KVCache
 
-    if kind == DYNAMIC:
+    if kind.startswith(DYNAMIC):
         return transformers.DynamicCache(config=config)
     if kind == STATIC:
         return transformers.StaticCache(config=config, max_cache_len=ctx)
-    return KVCache(config, ctx)
+    return KVCache(config, ctx, dtype=kind if kind in QUANTIZED else None)
 
 
 def rewind(cache: Any, n: int) -> None:
@@ -157,6 +167,51 @@ for position, name, least in ((1, "8k", 5.0), (2, "32k", 20.0)):
     )(partial(update_at, which=position))
 
 
+def attend_side(measure: Measure, kind: str, dtype: str, ctx: int) -> Side:
+    """Return a side that appends tokens to all layers and attends, without the rest of a model."""
+    torch, _ = packages(measure)
+    from transformers import AttentionInterface
+
+    model = make_model(measure, dtype, kind, ctx + 2 * N_UPDATES)
+    cache = make_cache(measure, kind, model.config, ctx + 2 * N_UPDATES)
+    attend = AttentionInterface()[attention_of(kind)]
+    module = model.model.layers[0].self_attn
+    size = HIDDEN // HEADS
+    filled = torch.randn(1, KV_HEADS, ctx, size).to(model.dtype)
+    for layer in range(LAYERS):
+        cache.update(filled, filled, layer)
+    query, token = (torch.ones(1, n, 1, size).to(model.dtype) for n in (HEADS, KV_HEADS))
+
+    def work() -> None:
+        with torch.no_grad():
+            for _ in range(N_UPDATES):
+                for layer in range(LAYERS):
+                    k, v = cache.update(token, token, layer)
+                    attend(module, query, k, v, None, scaling=size**-0.5)
+
+    return timed(work, partial(rewind, cache, ctx), N_UPDATES)
+
+
+def attend(measure: Measure, dtype: str, attention: str) -> None:
+    """Append and attend with one attention, over either cache."""
+    ctx = contexts(measure)[1]
+    ours, theirs = (
+        {kind: attend_side(measure, f"{kind}, {attention}", dtype, ctx)}
+        for kind in ("unimem", DYNAMIC)
+    )
+    measure.compare(ours, theirs, rounds=21)
+
+
+for element in ("float32", "bfloat16"):
+    for kernel in ATTENTIONS:
+        SUITE.case(
+            f"attend, {element}, {kernel}, 8k",
+            f"What does a cache cost beside the same attention, {kernel}, after 8k tokens?",
+            unit="us",
+            targets=[faster(DYNAMIC, 1.3, issue=45)],
+        )(partial(attend, dtype=element, attention=kernel))
+
+
 def generate_side(measure: Measure, kind: str, dtype: str, ctx: int) -> Side:
     """Return a side that generates tokens after a prompt that is in its cache."""
     torch, _ = packages(measure)
@@ -192,6 +247,22 @@ for element in ("float32", "bfloat16"):
             unit="us",
             targets=[faster(STATIC, 1.0, issue=20), faster(DYNAMIC, 1.5, issue=20)],
         )(partial(generate, dtype=element, ctx=length))
+
+
+def generate_quantized(measure: Measure, dtype: str) -> None:
+    """Generate after 8k tokens with rows of blocks, and with rows as they are."""
+    ctx = contexts(measure)[1]
+    sides = {kind: generate_side(measure, kind, "float32", ctx) for kind in (dtype, "unimem")}
+    measure.compare({dtype: sides.pop(dtype)}, {"f32": sides.pop("unimem")}, rounds=21)
+
+
+for blocks in QUANTIZED:
+    SUITE.case(
+        f"generate, {blocks}, 8k",
+        f"What does a token cost after 8k others in {blocks}?",
+        unit="us",
+        targets=[faster("f32", 1.0, issue=45)],
+    )(partial(generate_quantized, dtype=blocks))
 
 
 @SUITE.case(

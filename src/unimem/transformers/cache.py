@@ -20,6 +20,7 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
+from unimem._core.arrays import checked_nbytes
 from unimem.base.arguments import flag, integer, one_of
 from unimem.errors import ClosedError
 from unimem.kv import types
@@ -118,7 +119,7 @@ class KVCache(Cache):  # type: ignore[misc]
         multiple of 64 values. Attention gets copies that are rotated back.
     spare_rows : int, default 128
         For windows: `crop` can drop this many tokens, and updates of up to this many return views.
-    budget_bytes : int, optional
+    budget_bytes : int or str, optional
         A limit of `capacity_bytes`: CacheFull is raised instead of exceeding it.
     **placement
         See `unimem.PlacementOptions`.
@@ -155,13 +156,14 @@ class KVCache(Cache):  # type: ignore[misc]
         grow: bool = True,
         rotate: bool = False,
         spare_rows: int = 128,
-        budget_bytes: int | None = None,
+        budget_bytes: int | str | None = None,
         **placement: Unpack[PlacementOptions],
     ) -> None:
         text = config.get_text_config(decoder=True)
         kept = _kept(text)
         check_placement("KVCache", placement)
-        if budget_bytes is not None and any(one.indexed for one in kept):
+        budget = None if budget_bytes is None else checked_nbytes(budget_bytes, "budget_bytes")
+        if budget is not None and any(one.indexed for one in kept):
             raise NotImplementedError(
                 f"budget_bytes: expected None, since {text.model_type} has indexers, whose keys "
                 f"grow beside the tokens, got {budget_bytes}"
@@ -179,7 +181,7 @@ class KVCache(Cache):  # type: ignore[misc]
             grow=flag(grow, "grow"),
             rotate=flag(rotate, "rotate"),
             spare_rows=integer(spare_rows, "spare_rows", 0),
-            budget_bytes=budget_bytes,
+            budget_bytes=budget,
             placement=dict(placement),
         )
         self._closed = False
@@ -522,7 +524,7 @@ class KVCache(Cache):  # type: ignore[misc]
         verify: bool | None = None,
         max_seq_len: int | None = None,
         spare_rows: int = 128,
-        budget_bytes: int | None = None,
+        budget_bytes: int | str | None = None,
         **placement: Unpack[PlacementOptions],
     ) -> Self:
         """Make a cache from a file of `save`: `generate` goes on where the conversation ended.
@@ -618,6 +620,7 @@ class KVCache(Cache):  # type: ignore[misc]
         tokens: torch.Tensor | npt.NDArray[Any] | Sequence[int],
         *,
         model: PreTrainedModel | None = None,
+        put: bool = False,
     ) -> int:
         """Take first tokens from a store, so that the model does not compute them.
 
@@ -629,6 +632,10 @@ class KVCache(Cache):  # type: ignore[misc]
             The ids for `generate`, ``[n]`` or ``[1, n]``. The last one is always left to compute.
         model : transformers.PreTrainedModel, optional
             The model; that of `for_model` by default.
+        put : bool, default False
+            Whether windows put the ids' whole chunks into the store while these pass, since they
+            keep too few rows for `put_into` afterwards. Until all ids were computed, the windows
+            take memory for them. A chunk that cannot be put is a `PlacementWarning`.
 
         Returns
         -------
@@ -642,6 +649,7 @@ class KVCache(Cache):  # type: ignore[misc]
         OSError, CapacityError, MemoryError, PlacementError, ClosedError
             As `unimem.KVStore.restore_into`. The cache is empty.
         """
+        flag(put, "put")
         known = self._known_model(model, "restore_from")
         ids = sessions.one_stream(tokens)[:-1]
         stored_prefixes.check_store(store)
@@ -652,7 +660,9 @@ class KVCache(Cache):  # type: ignore[misc]
                 f"KVCache.restore_from: expected an empty cache, got one of {length} tokens: "
                 "reset() first"
             )
-        first = stored_prefixes.first_tokens(known)
+        first, whole = stored_prefixes.first_tokens(known), sessions.one_stream(tokens)
+        if put:
+            stored_prefixes.put_while_passing(self._groups, store, whole, known)
         try:
             for group in self._groups:
                 if group.kv is None or not group.takes(*first):

@@ -6,9 +6,9 @@ Layers of one kind, with full attention or one window, share a `unimem.KVCache`:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -22,8 +22,9 @@ from unimem.kv.rotate_heads import rotate_heads
 from unimem.kv.types import block_values, kv_name
 from unimem.system import limits
 from unimem.transformers import operator
+from unimem.transformers.scratch import Scratch
 
-__all__ = ["CacheOptions", "Group", "Layer", "as_tensor"]
+__all__ = ["CacheOptions", "Group", "Layer", "Prompt", "as_tensor"]
 
 Tensors = tuple[torch.Tensor, torch.Tensor]
 Dims = tuple[int, int, int, int]
@@ -77,6 +78,13 @@ def dims_of(keys: torch.Tensor, values: torch.Tensor) -> Dims:
     return batch, heads, head_dim, values.shape[-1]
 
 
+class Prompt(NamedTuple):
+    """Tokens that a ring keeps until all layers have them, and what is done with them then."""
+
+    n: int
+    put: Callable[[], object]
+
+
 @dataclass(eq=False)
 class Group:
     """The layers of one kind, and the cache that holds their rows."""
@@ -89,6 +97,8 @@ class Group:
     dims: Dims = (0, 0, 0, 0)
     oldest: int = 0  # the first position that a ring held when it was adopted
     grows: bool = True
+    scratch: Scratch = field(default_factory=Scratch)  # for converted copies
+    prompt: Prompt | None = None  # whose rows a ring keeps until they are put into a store
 
     def add(self) -> int:
         """Add a layer, in the order of the model; return its number."""
@@ -105,7 +115,8 @@ class Group:
         """Make the cache for tokens like these."""
         dims = dims_of(keys, values)
         self.kv = self.make(dims, self.dtype_for(keys), budget_bytes)
-        self.dims, self.grows = dims, self.kv.grow
+        # Compiled code gets copies of what a prompt's ring holds, since another will follow.
+        self.dims, self.grows = dims, self.kv.grow or self.prompt is not None
         self.drop_rows()
 
     def takes(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
@@ -133,7 +144,8 @@ class Group:
         max_seq_len = options.max_seq_len or options.least_seq_len
         if self.window is not None:
             max_seq_len = max(max_seq_len, self.window)
-            more: dict[str, Any] = {"window": self.window, "spare_rows": options.spare_rows}
+            spare_rows = max(options.spare_rows, self.prompt.n if self.prompt else 0)
+            more: dict[str, Any] = {"window": self.window, "spare_rows": spare_rows}
         else:
             # Huge pages would take 2 MiB of each head for the first token.
             more = {"pages": "4k", "grow": True} if options.grow else {}
@@ -192,8 +204,28 @@ class Group:
             self.kv.rollback()
             self.count(self.kv.next_position)
 
+    def keep(self, prompt: Prompt) -> None:
+        """Make the ring that comes next large enough for a prompt."""
+        self.end()
+        self.prompt = prompt
+
+    def finish_prompt(self) -> None:
+        """Put the rows of a prompt that all layers have, and keep no more than usual."""
+        prompt = self.prompt
+        if prompt is None or min(self.lengths) < prompt.n or len({*self.lengths}) > 1:
+            return
+        self.prompt = None
+        prompt.put()
+        before = self.require()
+        kv = self.select(np.arange(before.batch), before.budget_bytes)
+        if kv is not None:
+            self.adopt(kv)
+            before.__exit__()
+
     def clear(self) -> None:
         """Drop all tokens."""
+        if self.prompt is not None:
+            self.end()
         self.release_rows()
         if self.kv is not None:
             self.kv.clear()
@@ -203,6 +235,7 @@ class Group:
     def end(self) -> None:
         """Give the memory back, except under views."""
         kv, self.kv, self.dims, self.oldest = self.kv, None, (0, 0, 0, 0), 0
+        self.prompt, self.scratch = None, Scratch()
         self.count(0)
         self.drop_rows()
         if kv is not None:
@@ -362,11 +395,14 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
             self.lazy_initialization(key_states, value_states)
         _check_gradients(key_states)
         try:
-            return self._append(group.require(), key_states, value_states)
+            shown = self._append(group.require(), key_states, value_states)
         except CacheFull as error:
             if self.length + n > group.require().max_seq_len:
                 error.message += "; max_seq_len= makes room for more"
             raise
+        if group.prompt is not None:
+            group.finish_prompt()
+        return shown
 
     def _append(self, kv: KVCache, key_states: torch.Tensor, value_states: torch.Tensor) -> Tensors:
         """Append tokens that fit the cache, and return all that they attend to."""
@@ -444,13 +480,34 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
         self, kv: KVCache, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> Tensors:
         """Append to a cache of another type, and return converted copies."""
-        shown = key_states, value_states
-        if self.length and self.group.window != 1:
+        shown, states = (key_states, value_states), (key_states, value_states)
+        length, window = self.length, self.group.window
+        if length and window not in (None, 1):
             past = self._past(kv, key_states.dtype)
             shown = torch.cat([past[0], key_states], 2), torch.cat([past[1], value_states], 2)
         kv.append(self.index, _as_array(key_states), _as_array(value_states))
         self.group.lengths[self.index] += key_states.shape[2]
+        if length and window is None:
+            shown = self._converted(kv, key_states.dtype)
+            for part, given in zip(shown, states, strict=True):
+                part[:, :, length:] = given
         return shown
+
+    def _converted(self, kv: KVCache, dtype: torch.dtype) -> Tensors:
+        """Return copies of all tokens, in memory that was used for copies before."""
+        scratch, wanted = self.group.scratch, torch.float32 if kv.rotate else dtype
+        shapes = [(*self.group.dims[:2], self.length, size) for size in self.group.dims[2:]]
+        k, v = [scratch.take(shape, _DTYPES[wanted]) for shape in shapes]
+        kv.layer(self.index, dtype=_DTYPES[wanted], out=(k, v))
+        if kv.rotate:  # queries are not rotated
+            rotate_heads(k, "k", out=k)
+            rotate_heads(v, "v", out=v)
+        if wanted != dtype:
+            made = [scratch.take(shape, _DTYPES[dtype]) for shape in shapes]
+            for part, exact in zip(made, (k, v), strict=True):
+                as_tensor(part).copy_(as_tensor(exact))
+            k, v = made
+        return as_tensor(k), as_tensor(v)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many tokens `update` will return, and the position of the first one."""

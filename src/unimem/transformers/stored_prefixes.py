@@ -14,10 +14,13 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
+from unimem.errors import CapacityError, ClosedError
 from unimem.kv.store.store import KVStore
-from unimem.transformers.layers import Group
+from unimem.system import policy
+from unimem.transformers.layers import Group, Prompt
+from unimem.transformers.model_name import model_name
 
-__all__ = ["check_store", "first_tokens", "put", "restore"]
+__all__ = ["check_store", "first_tokens", "put", "put_while_passing", "restore"]
 
 Ids = npt.NDArray[np.int64]
 
@@ -52,6 +55,23 @@ def put(groups: Sequence[Group], store: KVStore, ids: Ids, model: str) -> int:
         for group in groups
     ]
     return min(kept)
+
+
+def put_while_passing(
+    groups: Sequence[Group], store: KVStore, ids: Ids, model: PreTrainedModel
+) -> None:
+    """Let windows put the whole chunks of a prompt once they have its tokens."""
+    n = len(ids) // store.chunk_tokens * store.chunk_tokens
+    for group in groups:
+        if n and group.window is not None:
+
+            def put_all(group: Group = group) -> None:
+                try:  # the model may have changed since
+                    put([group], store, ids[:n], model_name(model))
+                except (OSError, CapacityError, ClosedError) as error:
+                    policy.warn(f"tokens were not put into {store!r}: {error}")
+
+            group.keep(Prompt(n, put_all))
 
 
 def restore(groups: Sequence[Group], store: KVStore, ids: Ids, model: str) -> int:
