@@ -13,6 +13,7 @@ import pytest
 
 import unimem as um
 from support.project.bench_cases import uninstall
+from support.project.tools import load_tool
 from unimem.backends import cuda_driver
 from unimem_bench import suites, weight_files
 from unimem_bench.rounds import Side
@@ -127,3 +128,15 @@ def test_torch_may_be_left_out(is_installed: bool, tmp_path: Path, monkeypatch: 
     given = Measure(CASES["take"], quick=True, folder=tmp_path)
     assert suite.torch_for(given, "torch slices") is None
     assert given.record().left_out == {"torch slices": reason}
+
+
+def test_the_page_shows_the_record_of_a_gpu(tmp_path: Path, monkeypatch: Patch) -> None:
+    tool = load_tool("test_gpu")
+    page = tmp_path / "cuda.md"
+    page.write_text(f"before\n{tool.BEGIN}old\n{tool.END_MARK}\nbehind\n")
+    there = tool.PAGE.read_text()
+    monkeypatch.setattr(tool, "PAGE", page)
+    assert tool.main(["page"]) == 0
+    made = page.read_text().removeprefix("before\n").removesuffix("\nbehind\n")
+    assert made in there
+    assert "\n| gpu/take | unimem 399 ns (377 to 831) | " in made
