@@ -35,7 +35,7 @@ def no_gpu(monkeypatch: Patch) -> str:
     return said
 
 
-def test_issue_5_asks_for_these() -> None:
+def test_issues_5_and_47_ask_for_these() -> None:
     targets = [(name, target) for name, case in CASES.items() for target in case.targets]
     assert {(name, target.side, target.other): target.limit for name, target in targets} == {
         ("take", "unimem", "cupy.empty"): 3.0,
@@ -45,6 +45,12 @@ def test_issue_5_asks_for_these() -> None:
         ("append a vector", "unimem", "torch slices"): 2.0,
         ("upload", "unimem", "pinned copy"): 0.9,
         ("upload", "unimem", "torch, a mapping"): 1.0,
+        ("append, torch", "unimem", "unimem, CuPy arrays"): 1.1,
+        ("append, torch", "unimem", "cudaMemcpyAsync"): 1.3,
+        ("step, torch", "unimem", "torch slices"): 0.6,
+        ("step, torch", "unimem", "torch index_copy_"): 0.6,
+        ("step, torch", "unimem", "torch cat"): 0.6,
+        ("step, torch, captured", "unimem", "torch index_copy_"): 0.5,
     }
 
 
