@@ -7,7 +7,8 @@ failed or a target of the benchmark was missed, 5 if there was no GPU.
 
 The benchmark is run by ``python tools/test_gpu.py bench SECONDS``, not by `unimem bench`, since
 requirements of the command line and the plots may be missing. It leaves a record in bench/results,
-even if the time was not enough.
+even if the time was not enough. ``python tools/test_gpu.py page`` puts a record there into
+docs/cuda.md.
 
 Nothing is fetched or installed elsewhere. Tools that this Python lacks come from build/gpu-wheels,
 which ``python tools/test_gpu.py wheels 3.12`` (`make gpu-wheels`) fills on a connected machine, for
@@ -29,6 +30,8 @@ import sysconfig
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+from recorded import put
 
 ROOT = Path(__file__).parent.parent
 SITE = ROOT / "build/gpu/site"
@@ -59,6 +62,8 @@ ENDING_S = 15  # what the benchmark has to end in order
 # All end before this.
 END = time.monotonic() + 475
 
+RECORD, PAGE = ROOT / "bench/results/gpu-nvidia-h200.json", ROOT / "docs/cuda.md"
+BEGIN, END_MARK = "<!-- figures: tools/test_gpu.py page -->\n", "<!-- /figures -->"
 TESTS, BENCH = "Tests on the GPU", "Benchmark"
 NOTHING_COLLECTED = 5  # pytest's status where all modules skip themselves
 
@@ -69,6 +74,8 @@ def main(arguments: Sequence[str]) -> int:
         return download(arguments[1])
     if arguments and arguments[0] == "bench":
         return bench(int(arguments[1]))
+    if arguments and arguments[0] == "page":
+        return write_page()
     environment = prepare()
     if environment is None:
         return 2
@@ -205,6 +212,29 @@ def bench(seconds: int) -> int:
     is_bad = any(case.failed for case in record.cases())
     is_bad |= any(verdict.met is False for verdict in verdicts(record))
     return int(is_bad)
+
+
+def figures() -> str:
+    """Return the table of a device's record: a row a case, with the medians of all sides."""
+    from unimem_bench.markdown import escape, table_lines
+    from unimem_bench.record import Record
+    from unimem_bench.tables import case_table, targets
+
+    lines = ["", "| case | ours | others |", "|---|---|---|"]
+    record = Record.read(RECORD)
+    for case in record.cases():
+        table = case_table(case).table
+        if table is not None:
+            ours, *others = (f"{row.cells[0]} {row.cells[2]}" for row in table.rows)
+            cells = f"{case.suite}/{case.name}", ours, "; ".join(others)
+            lines.append(f"| {' | '.join(map(escape, cells))} |")
+    return "\n".join([*lines, "", *table_lines(targets(record).table), "", ""])
+
+
+def write_page() -> int:
+    """Put the figures of the record into the page."""
+    put(PAGE, BEGIN, figures(), END_MARK)
+    return 0
 
 
 def download(version: str) -> int:

@@ -158,6 +158,21 @@ def test_a_stream_waits_for_the_maker(maker: int | None, current: int, calls: An
         driver.to_array(Interface(mask=Interface()))
 
 
+def test_a_pool_that_is_full_says_so_with_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise cupy.cuda.memory.OutOfMemoryError(96, 0)
+
+    driver = Unasked()
+    monkeypatch.setattr(driver, "_cupy", SimpleNamespace(empty=full, cuda=cupy.cuda))
+    monkeypatch.setattr(driver, "mem_info", lambda: (1 << 20, 1 << 30))
+    with pytest.raises(
+        um.CapacityError, match=r"asked for 96 B, but 1\.0 MiB of 1\.0 GiB"
+    ) as caught:
+        driver.empty((3, 8), "float32")
+    refused = caught.value
+    assert (refused.limit, refused.used, refused.asked) == (1 << 30, (1 << 30) - (1 << 20), 96)
+
+
 def test_threads_get_one_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow(Unasked):
         def __init__(self, device: int) -> None:

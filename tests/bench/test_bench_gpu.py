@@ -13,6 +13,7 @@ import pytest
 
 import unimem as um
 from support.project.bench_cases import uninstall
+from support.project.tools import load_tool
 from unimem.backends import cuda_driver
 from unimem_bench import suites, weight_files
 from unimem_bench.rounds import Side
@@ -34,7 +35,7 @@ def no_gpu(monkeypatch: Patch) -> str:
     return said
 
 
-def test_issue_5_asks_for_these() -> None:
+def test_issues_5_and_47_ask_for_these() -> None:
     targets = [(name, target) for name, case in CASES.items() for target in case.targets]
     assert {(name, target.side, target.other): target.limit for name, target in targets} == {
         ("take", "unimem", "cupy.empty"): 3.0,
@@ -44,6 +45,12 @@ def test_issue_5_asks_for_these() -> None:
         ("append a vector", "unimem", "torch slices"): 2.0,
         ("upload", "unimem", "pinned copy"): 0.9,
         ("upload", "unimem", "torch, a mapping"): 1.0,
+        ("append, torch", "unimem", "unimem, CuPy arrays"): 1.1,
+        ("append, torch", "unimem", "cudaMemcpyAsync"): 1.3,
+        ("step, torch", "unimem", "torch slices"): 0.6,
+        ("step, torch", "unimem", "torch index_copy_"): 0.6,
+        ("step, torch", "unimem", "torch cat"): 0.6,
+        ("step, torch, captured", "unimem", "torch index_copy_"): 0.5,
     }
 
 
@@ -127,3 +134,15 @@ def test_torch_may_be_left_out(is_installed: bool, tmp_path: Path, monkeypatch: 
     given = Measure(CASES["take"], quick=True, folder=tmp_path)
     assert suite.torch_for(given, "torch slices") is None
     assert given.record().left_out == {"torch slices": reason}
+
+
+def test_the_page_shows_the_record_of_a_gpu(tmp_path: Path, monkeypatch: Patch) -> None:
+    tool = load_tool("test_gpu")
+    page = tmp_path / "cuda.md"
+    page.write_text(f"before\n{tool.BEGIN}old\n{tool.END_MARK}\nbehind\n")
+    there = tool.PAGE.read_text()
+    monkeypatch.setattr(tool, "PAGE", page)
+    assert tool.main(["page"]) == 0
+    made = page.read_text().removeprefix("before\n").removesuffix("\nbehind\n")
+    assert made in there
+    assert "\n| gpu/take | unimem 399 ns (377 to 831) | " in made

@@ -233,6 +233,7 @@ def test_a_part_that_changed_is_named(cuda: Any, parts: list[Path], i: int) -> N
         (2 * PAGE + 1, RING, 3 * PAGE),  # no larger than the file needs
         (17 * PAGE, RING, RING),
         (34 << 20, None, 32 << 20),
+        (34 << 20, 1 << 40, 32 << 20),  # more would take longer to pin than it saves
     ],
 )
 def test_the_ring_is_pinned_and_given_back(

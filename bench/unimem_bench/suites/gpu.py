@@ -20,7 +20,7 @@ from unimem.backends import cuda_driver
 from unimem_bench.empty_call import EmptyCall
 from unimem_bench.rounds import Side, stopwatch
 from unimem_bench.states import read_through
-from unimem_bench.suite import Measure, NotMeasured, Suite, faster
+from unimem_bench.suite import Measure, NotMeasured, Suite, costs, faster
 from unimem_bench.weight_files import TENSOR_BYTES, tensors_that_fit, weight_file
 
 SUITE = Suite("gpu", "What does the GPU twin cost?", passes=2)
@@ -36,6 +36,8 @@ N_TENSORS, QUICK_TENSORS = 60, 4  # 4 GB and 256 MiB
 CUPY, TORCH = "CuPy slices", "torch slices"
 TORCH_UPLOAD = "torch, a mapping"
 PINNED, COPY = "pinned copy", "cudaMemcpyAsync"
+CUPY_TOKENS, INDEX_COPY, CAT = "unimem, CuPy arrays", "torch index_copy_", "torch cat"
+N_STEP_LAYERS = 16
 
 
 def require_gpu(measure: Measure) -> None:
@@ -392,6 +394,238 @@ def graph(measure: Measure) -> None:
             captured = stream.end_capture()
             sides = {"unimem, replayed": captured.launch, "unimem, launched anew": step}
             measure.compare({name: step_time(run) for name, run in sides.items()}, rounds=21)
+
+
+# ---- torch on both sides -------------------------------------------------------------------------
+
+
+def torch_or_nothing(measure: Measure) -> Any:
+    """Return PyTorch on the GPU, or end the case."""
+    require_gpu(measure)
+    torch = torch_for(measure, TORCH)
+    if torch is None:
+        raise NotMeasured("wants torch with CUDA")
+    return torch
+
+
+@SUITE.case(
+    "append, torch",
+    "What does one token cost until the device has it, as tensors of torch?",
+    unit="ns",
+    targets=[costs(CUPY_TOKENS, 1.1, issue=47), costs(COPY, 1.3, issue=47)],
+)
+def append_torch(measure: Measure) -> None:
+    """Compare tensors of torch with CuPy's arrays, with slices, and with plain copies."""
+    torch = torch_or_nothing(measure)
+    import cupy
+
+    from unimem import cuda
+
+    k = torch.randn(1, *SHAPE, device="cuda", dtype=torch.float16)
+    v = k + 1
+    keys, values = (torch.zeros(N_TOKENS, *SHAPE, device="cuda").half() for _ in range(2))
+    copies = "; ".join(
+        f"copy({to.data_ptr()} + i * {ROW_BYTES}, {from_.data_ptr()}, {ROW_BYTES}, 3, 0)"
+        for to, from_ in ((keys, k), (values, v))
+    )
+    tensors = {"keys": keys, "values": values, "k": k[0], "v": v[0]}
+    with cuda.KVCache(1, *SHAPE, N_TOKENS, dtype="f16", arrays="torch") as kv:
+
+        def append(k: Any, v: Any) -> Side:
+            names = {"append": kv.append, "k": k, "v": v}
+            return until_done(Statement("append(0, k, v)", names, kv.clear))
+
+        ours = {"unimem": append(k, v), CUPY_TOKENS: append(cupy.asarray(k), cupy.asarray(v))}
+        peers = {TORCH: until_done(Statement("keys[i] = k; values[i] = v", tensors))}
+        copy = Statement(copies, {"copy": cupy.cuda.runtime.memcpyAsync})
+        measure.compare(ours, peers, {COPY: until_done(copy)}, rounds=101)
+        for stored, want in zip(kv.layer(0), (k, v), strict=True):
+            check(stored[0].swapaxes(0, 1), want[0])
+
+
+class TorchStep:
+    """A decode step of torch's attention over 16 layers, with caches of several kinds.
+
+    Each side appends a token to all layers, and attends; `alone` only attends.
+    """
+
+    def __init__(self, torch: Any, kv: Any, n_tokens: int, n_steps: int) -> None:
+        self.torch, self.kv, self.n_tokens, self.n_steps = torch, kv, n_tokens, n_steps
+        self.attend = partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=True)
+        half = {"device": torch.device("cuda"), "dtype": torch.float16}
+        self.q = torch.randn(1, 4 * N_HEADS, 1, HEAD_DIM, **half)
+        self.k, self.v = torch.randn(2, 1, *SHAPE, **half)
+        shape = (2, N_STEP_LAYERS, 1, N_HEADS, n_tokens + n_steps, HEAD_DIM)
+        self.keys, self.values = torch.zeros(shape, **half)
+        self.prompt = torch.zeros(n_tokens, *SHAPE, **half)
+        self.position = torch.zeros(1, device="cuda", dtype=torch.long)
+        self.row = torch.zeros(1, device="cuda", dtype=torch.int32)
+        self.mask = torch.zeros(1, 1, 1, n_tokens + n_steps, **half)
+        self.whole: list[tuple[Any, Any]] = []  # all rows of our cache, by layer
+
+    def restart(self) -> None:
+        """Hold the prompt alone."""
+        self.kv.clear()
+        for layer in range(N_STEP_LAYERS):
+            self.kv.append(layer, self.prompt, self.prompt)
+        self.joined = [
+            [part[layer, :, :, : self.n_tokens].clone() for part in (self.keys, self.values)]
+            for layer in range(N_STEP_LAYERS)
+        ]
+        self.position.fill_(self.n_tokens)
+        self.row.fill_(self.n_tokens)
+        self.torch.cuda.synchronize()
+
+    def ours(self, _: int) -> None:
+        """Append to our cache."""
+        for layer in range(N_STEP_LAYERS):
+            self.kv.append(layer, self.k, self.v)
+            self.attend(self.q, *self.kv.layer(layer))
+
+    def slices(self, i: int) -> None:
+        """Assign to slices."""
+        at = self.n_tokens + i
+        for keys, values in zip(self.keys, self.values, strict=True):
+            keys[0, :, at], values[0, :, at] = self.k[0], self.v[0]
+            self.attend(self.q, keys[:, :, : at + 1], values[:, :, : at + 1])
+
+    def index_copy(self, i: int) -> None:
+        """Write at a position in device memory, as StaticCache does."""
+        n = self.n_tokens + i + 1
+        for keys, values in zip(self.keys, self.values, strict=True):
+            self._write(keys, values)
+            self.attend(self.q, keys[:, :, :n], values[:, :, :n])
+        self.position += 1
+
+    def _write(self, keys: Any, values: Any) -> None:
+        keys.index_copy_(2, self.position, self.k.transpose(0, 1)[None])
+        values.index_copy_(2, self.position, self.v.transpose(0, 1)[None])
+
+    def cat(self, _: int) -> None:
+        """Join, as DynamicCache does."""
+        for pair in self.joined:
+            for part, token in enumerate((self.k, self.v)):
+                pair[part] = self.torch.cat([pair[part], token.transpose(0, 1)[None]], 2)
+            self.attend(self.q, *pair)
+
+    def alone(self, i: int) -> None:
+        """Attend, without a cache's work."""
+        n = self.n_tokens + i + 1
+        for keys, values in zip(self.keys, self.values, strict=True):
+            self.attend(self.q, keys[:, :, :n], values[:, :, :n])
+
+    def ours_fixed(self) -> None:
+        """Append at a row in device memory, and attend to all rows."""
+        for layer, (keys, values) in enumerate(self.whole):
+            self.kv.append_at(layer, self.k, self.v, self.row)
+            self.attend(self.q, keys, values, attn_mask=self.mask)
+
+    def index_copy_fixed(self) -> None:
+        """Write at a position in device memory, and attend to all rows."""
+        for keys, values in zip(self.keys, self.values, strict=True):
+            self._write(keys, values)
+            self.attend(self.q, keys, values, attn_mask=self.mask)
+
+    def alone_fixed(self) -> None:
+        """Attend to all rows."""
+        for keys, values in zip(self.keys, self.values, strict=True):
+            self.attend(self.q, keys, values, attn_mask=self.mask)
+
+    def captured(self, run: Callable[[], None]) -> Callable[[int], None]:
+        """Return a replay of a step."""
+        cuda = self.torch.cuda
+        with cuda.stream(cuda.Stream()):  # its kernels are loaded before the capture
+            run()
+        cuda.synchronize()
+        graph = cuda.CUDAGraph()
+        with cuda.graph(graph):
+            run()
+        return lambda _: graph.replay()
+
+    def own_part(
+        self, run: Callable[[int], None], alone: Callable[[int], None] | None = None
+    ) -> Side:
+        """Measure what a side costs beyond attention, in microseconds a step."""
+
+        def microseconds() -> float:
+            return self._time(run) - self._time(alone or self.alone)
+
+        return microseconds
+
+    def _time(self, run: Callable[[int], None]) -> float:
+        self.restart()
+        start = time.perf_counter()
+        for i in range(self.n_steps):
+            run(i)
+        self.torch.cuda.synchronize()
+        return (time.perf_counter() - start) / self.n_steps * 1e6
+
+
+@SUITE.case(
+    "step, torch",
+    "What does the cache itself cost in an eager decode step of torch, 16 layers and 2048 tokens?",
+    unit="us",
+    targets=[costs(name, 0.6, issue=47) for name in (TORCH, INDEX_COPY, CAT)],
+)
+def step_torch(measure: Measure) -> None:
+    """Compare steps, less the same attention without a cache."""
+    torch = torch_or_nothing(measure)
+    from unimem import cuda
+
+    n_tokens, n_steps = 2048, 64
+    with (
+        torch.inference_mode(),
+        cuda.KVCache(N_STEP_LAYERS, *SHAPE, n_tokens + n_steps, dtype="f16", arrays="torch") as kv,
+    ):
+        step = TorchStep(torch, kv, n_tokens, n_steps)
+        peers = {TORCH: step.slices, INDEX_COPY: step.index_copy, CAT: step.cat}
+        measure.compare(
+            {"unimem": step.own_part(step.ours)},
+            {name: step.own_part(run) for name, run in peers.items()},
+            rounds=15,
+        )
+        step.restart()
+        step.ours(0)
+        want = kv.layer(0)[0][0, :, -1]
+        if not bool((want == step.k[0]).all()):
+            raise AssertionError("a side did not write what it was given")
+        del want
+
+
+@SUITE.case(
+    "step, torch, captured",
+    "What does the cache itself cost in a captured step of torch, 16 layers and 2048 tokens?",
+    unit="us",
+    targets=[costs(INDEX_COPY, 0.5, issue=47)],
+)
+def step_torch_captured(measure: Measure) -> None:
+    """Compare replays of graphs, less that of the same attention without a cache."""
+    torch = torch_or_nothing(measure)
+    from unimem import cuda
+
+    n_tokens, n_steps = 2048, 64
+    with (
+        torch.inference_mode(),
+        cuda.KVCache(N_STEP_LAYERS, *SHAPE, n_tokens + n_steps, dtype="f16", arrays="torch") as kv,
+    ):
+        step = TorchStep(torch, kv, n_tokens, n_steps)
+        filler = torch.zeros(n_tokens + n_steps, *SHAPE, device="cuda").half()
+        for layer in range(N_STEP_LAYERS):
+            kv.append(layer, filler, filler)
+        step.whole = [kv.layer(layer) for layer in range(N_STEP_LAYERS)]
+        step.restart()
+        ours, theirs, alone = map(
+            step.captured, (step.ours_fixed, step.index_copy_fixed, step.alone_fixed)
+        )
+        measure.compare(
+            {"unimem": step.own_part(ours, alone)},
+            {INDEX_COPY: step.own_part(theirs, alone)},
+            rounds=15,
+        )
+        for part, token in zip(step.whole[0], (step.k, step.v), strict=True):
+            if not bool((part[0, :, n_tokens] == token[0]).all()):
+                raise AssertionError("a side did not write what it was given")
+        step.whole.clear()
 
 
 # ---- a model file -------------------------------------------------------------------------------

@@ -46,7 +46,8 @@ cdef struct DLPackExchangeAPI:
     void *managed_tensor_to_object
     # What it says holds as long as the object; -1: an exception is set. NULL: there is no such.
     int (*tensor_from_object)(void *, DLTensor *) noexcept
-    void *current_stream
+    # Of a device's type and number; NULL: there is no such.
+    int (*current_stream)(int32_t, int32_t, void **) noexcept
 
 # DLPack's number of a kind of numbers that NumPy has not, by ml_dtypes' name of the dtype.
 cdef dict CODES

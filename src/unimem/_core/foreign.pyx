@@ -21,9 +21,6 @@ from unimem._core.dlpack cimport (
 
 cnp.import_array()
 
-# Returns -1 with an exception set if it fails.
-ctypedef int (*_FromObject)(void *, DLTensor *) noexcept
-
 # DLDeviceType of memory that the CPU reads.
 cdef tuple _HOST = (1, 3, 11, 13)  # CPU, CUDA host, ROCm host, CUDA managed
 
@@ -35,35 +32,32 @@ cdef dict _OF_ML_DTYPES = {code: name for name, code in CODES.items()}
 # section of `_memo` guards them.
 cdef object _memo = object()
 cdef object _last_kind = None
-cdef _FromObject _last_from_object = NULL
+cdef DLPackExchangeAPI *_last_api = NULL
 cdef int64_t _last_type = -1
 cdef object _last_dtype = None
 # An array without elements may have no address.
 cdef char _nowhere[64]
 
 
-cdef _FromObject _function_of(object kind) except? NULL:
-    """Return the function that describes objects of a type without a capsule, or NULL."""
-    global _last_kind, _last_from_object
+cdef DLPackExchangeAPI *_functions_of(object kind) except? NULL:
+    """Return the functions that describe objects of a type without a capsule, or NULL."""
+    global _last_kind, _last_api
     cdef DLPackExchangeAPI *api = NULL
-    cdef _FromObject found = NULL
     with cython.critical_section(_memo):
         if kind is _last_kind:
-            return _last_from_object
+            return _last_api
     capsule = getattr(kind, "__dlpack_c_exchange_api__", None)
     if PyCapsule_IsValid(capsule, "dlpack_exchange_api"):
         api = <DLPackExchangeAPI *>PyCapsule_GetPointer(capsule, "dlpack_exchange_api")
-    while api != NULL and api.major != DLPACK_MAJOR:
+    while api != NULL and (api.major != DLPACK_MAJOR or api.tensor_from_object == NULL):
         api = api.previous
-    if api != NULL:
-        found = api.tensor_from_object
     with cython.critical_section(_memo):
-        _last_from_object = found
+        _last_api = api
         _last_kind = kind
-    return found
+    return api
 
 
-cdef object _dtype_of(const DLTensor *tensor, str what):
+cdef object dtype_of_tensor(const DLTensor *tensor, str what):
     global _last_type, _last_dtype
     cdef int64_t asked = <int64_t>tensor.lanes << 16 | tensor.code << 8 | tensor.bits
     with cython.critical_section(_memo):
@@ -100,7 +94,7 @@ cdef cnp.ndarray _array_over(const DLTensor *tensor, object owner, bint writable
                         f"DLPack's type {tensor.device_type}: give a copy, as .cpu() makes it")
     if not 0 <= n <= MAX_DIMS:
         raise TypeError(f"{what}: expected at most {MAX_DIMS} dimensions, got {n}")
-    dtype = _dtype_of(tensor, what)
+    dtype = dtype_of_tensor(tensor, what)
     item = step = (<cnp.dtype>dtype).itemsize
     for axis in range(n - 1, -1, -1):
         sizes[axis] = tensor.shape[axis]
@@ -198,15 +192,23 @@ cdef cnp.ndarray array_of(object x, str what):
 
 cdef cnp.ndarray foreign_array(object x, str what):
     cdef DLTensor tensor
-    cdef _FromObject from_object = _function_of(type(x))
-    if from_object == NULL:
-        return target_of(x, what)
+    owner = described(&tensor, NULL, x, what)
+    return target_of(x, what) if owner is None else _array_over(&tensor, owner, False, what)
+
+
+cdef object described(DLTensor *out, void **stream, object x, str what):
+    cdef DLPackExchangeAPI *api = _functions_of(type(x))
+    if api == NULL:
+        return None
     if _is_lazy(x):
         x = x.resolve_conj().resolve_neg()
     # No try: it would cost every call as much as finding the dtype.
-    if from_object(<void *>x, &tensor) < 0:
+    if api.tensor_from_object(<void *>x, out) < 0:
         _refuse_unreadable(x, what)
-    return _array_over(&tensor, x, False, what)
+    if stream != NULL and api.current_stream != NULL:
+        if api.current_stream(out.device_type, out.device_id, stream) < 0:
+            _refuse_unreadable(x, what)
+    return x
 
 
 cdef cnp.ndarray target_of(object x, str what):

@@ -22,13 +22,13 @@ from unimem.kv.cache.spec import KVSpec
 from unimem.kv.layer_specs import LayerState
 from unimem.kv.types import block_bytes, block_values, kv_type
 from unimem.system.placement import PlacementOptions, check_placement
+from unimem.torch import tensor
 
 __all__ = ["KVCache"]
 
 # A q8_0 block of 32 values, which kernels copy as 17 float16.
 _BLOCK_BYTES = block_bytes("q8_0")
 
-Axes = tuple[int | None, int | None, int, int, int]
 Span = tuple[int, int, int, int, int]
 """Tokens, first layer, layers, first row, and the address of an int32 that is that row, or 0."""
 
@@ -61,6 +61,9 @@ class KVCache(KVDevice):
         A device has no other order.
     tape : cuda.Tape, optional
         Where the storage is taken, such as ``layout.history``; by default a block of its own.
+    arrays : {"cupy", "torch"}
+        What `layer` returns. Tensors of torch are slices of one tensor for K and one for V of each
+        layer, which are made once.
     name, device, pinned, **placement
         As for `cuda.Tape`; all but the name only without `tape`.
 
@@ -68,6 +71,8 @@ class KVCache(KVDevice):
     ----------
     dtype, v_dtype, name, budget_bytes : str, str, str, int or None
         As for `unimem.KVCache`.
+    arrays : str
+        As given.
     window, grow, rotate, n_growths : None, bool, bool, int
         Always None, False, False and 0.
 
@@ -118,6 +123,7 @@ class KVCache(KVDevice):
         grow: bool = False,
         rotate: bool = False,
         tape: Tape | None = None,
+        arrays: Literal["cupy", "torch"] = "cupy",
         device: int = 0,
         pinned: bool = False,
         name: str | None = None,
@@ -137,6 +143,12 @@ class KVCache(KVDevice):
             unsupported("rows by head", "KVCache: rows by head (order='head')", "order='token'")
         if block_values(kind := kv_type(dtype)) > 1 and kind != "q8_0":
             unsupported("fewer bits", f"KVCache: dtype={kind!r}", "dtype='q8_0'")
+        self.arrays = one_of(arrays, "arrays", ("cupy", "torch"))
+        if self.arrays == "torch" and kind == "q8_0":
+            raise ValueError(
+                "arrays: expected 'cupy' for dtype='q8_0', since torch has no such type, got "
+                "'torch': torch.from_dlpack takes what layer(i, dtype='float16') returns"
+            )
         dims = n_layers, n_kv_heads, head_dim, max_seq_len
         spec = KVSpec(*dims, batch, dtype, budget_bytes=budget_bytes, name=name)
         nbytes = self._plan(spec)
@@ -145,7 +157,10 @@ class KVCache(KVDevice):
                 raise TypeError(f"tape: expected a cuda.Tape, got {type(tape).__name__}")
             refuse_placement("tape", tape.block.device, device, pinned, placement)
         driver = cuda_driver.driver(device) if tape is None else tape.block._driver
-        self._made_with: dict[str, Any] = {"device": driver.id, "pinned": pinned, **placement}
+        self._made_with: dict[str, Any] = {
+            **{"arrays": self.arrays, "device": driver.id, "pinned": pinned},
+            **placement,
+        }
         # Compile before taking memory: the compiler may fail.
         self._kernels = RowKernels(driver, self.dtype)
         self._blocks = RowKernels(driver, "f16") if self.dtype == "q8_0" else None
@@ -171,10 +186,10 @@ class KVCache(KVDevice):
 
         Parameters
         ----------
-        k, v : cupy.ndarray, or an array on the device that has ``__dlpack__``
+        k, v : cupy.ndarray, torch.Tensor, or an array on the device that has ``__dlpack__``
             ``[n_layers, n_kv_heads, head_dim]``, float32, float16 or bfloat16, or blocks.
         stream : object, optional
-            A CUDA stream; CuPy's current one by default.
+            A CUDA stream; as for `append` by default.
 
         Raises
         ------
@@ -195,12 +210,12 @@ class KVCache(KVDevice):
         ----------
         layer : int
             The layer.
-        k, v : cupy.ndarray, or an array on the device that has ``__dlpack__``
+        k, v : cupy.ndarray, torch.Tensor, or an array on the device that has ``__dlpack__``
             As for `append`.
         row : cupy.ndarray, or an array on the device that has ``__dlpack__``
             One int32: the row of the first token. Rows outside the cache are not written.
         stream : object, optional
-            A CUDA stream; CuPy's current one by default.
+            A CUDA stream; as for `append` by default.
 
         Raises
         ------
@@ -212,14 +227,15 @@ class KVCache(KVDevice):
         """
         self._append_at(layer, k, v, row, stream)
 
-    def _write(self, k: Any, v: Any, given: str, axes: Axes, span: Span, stream: int) -> None:
-        """Queue the kernel for tokens, whose `axes` are layers, streams, heads, tokens, values."""
+    def _write(
+        self, k: int, v: int, k_steps: Five, v_steps: Five, given: str, span: Span, stream: int
+    ) -> None:
+        """Queue the kernel for tokens."""
         n, layer, n_layers, row, row_address = span
         batch, heads, dim, lane = self.batch, self.n_kv_heads, self.head_dim, self.lane_stride
         k_out = self._lane(layer, "k", 0)
         v_out = k_out + batch * lane
         kernels, sizes = self._kernels, (n_layers, batch, heads, n, dim)
-        k_steps, v_steps = _steps(k, axes), _steps(v, axes)
         outs = (2 * batch * lane, lane)
         if self._blocks is not None and given == "q8_0":
             # Blocks are copied: to the kernel a block is a head of 17 float16, a head is a layer,
@@ -235,10 +251,10 @@ class KVCache(KVDevice):
             kernels.append(Tokens(k, v, given, sizes, steps), rows, stream)
 
         if k_steps == v_steps:
-            launch(k.data.ptr, v.data.ptr, k_steps, k_out, v_out)
+            launch(k, v, k_steps, k_out, v_out)
         else:
-            launch(k.data.ptr, 0, k_steps, k_out, 0)
-            launch(v.data.ptr, 0, v_steps, v_out, 0)
+            launch(k, 0, k_steps, k_out, 0)
+            launch(v, 0, v_steps, v_out, 0)
 
     # ---- reading ----
 
@@ -267,9 +283,10 @@ class KVCache(KVDevice):
 
         Returns
         -------
-        k, v : cupy.ndarray
-            ``[batch, n_kv_heads, n, head_dim]``, the n tokens that this layer holds now. Views do
-            not grow, and stay valid until their rows are written anew. Views of a ``"q8_0"`` cache
+        k, v : cupy.ndarray or torch.Tensor
+            As `arrays` says, ``[batch, n_kv_heads, n, head_dim]``, the n tokens that this layer
+            holds now. Views do not grow, and stay valid until their rows are written anew. Tensors
+            count as views of all rows. Views of a ``"q8_0"`` cache
             are ``[batch, n_kv_heads, n, head_dim / 32]`` blocks with the fields ``d`` (float16) and
             ``qs`` (32 int8).
 
@@ -283,7 +300,13 @@ class KVCache(KVDevice):
         if dtype is None:
             if out is not None:
                 raise ValueError("out: expected together with dtype")
-            return self._view(layer, False, row, n), self._view(layer, True, row, n)
+            if self.arrays == "cupy":
+                return self._view(layer, False, row, n), self._view(layer, True, row, n)
+            if layer not in self._whole:
+                views = (self._view(layer, part, 0, self.n_rows) for part in (False, True))
+                self._whole[layer] = tuple(map(tensor, views))
+            k, v = self._whole[layer]
+            return k.narrow(2, row, n), v.narrow(2, row, n)
         return self._while_held(lambda: self._convert(i, dtype, out, stream))
 
     def _convert(
@@ -294,6 +317,7 @@ class KVCache(KVDevice):
         shape = (self.batch, self.n_kv_heads, n, self.head_dim)
         driver = self._driver
         queue = driver.stream(stream)
+        is_new = out is None
         if out is None:
             # Work in the current stream may still use what the pool gives.
             if queue != driver.stream():
@@ -317,6 +341,8 @@ class KVCache(KVDevice):
         for lane, target in zip((first_lane, first_lane + step), out, strict=True):
             to, strides = target.data.ptr, (self.lane_stride, self.row_bytes)
             self._kernels.read(lane, to, kernel_type, shape, *strides, row, queue)
+        if is_new and self.arrays == "torch":
+            return tensor(out[0]), tensor(out[1])
         return out
 
     def _view(self, layer: int, v: bool, row: int, n: int) -> Any:
@@ -421,6 +447,7 @@ class KVCache(KVDevice):
         tokens: Sequence[int] | npt.NDArray[Any] | None = None,
         model: str | None = None,
         verify: bool | None = None,
+        arrays: Literal["cupy", "torch"] = "cupy",
         device: int = 0,
         pinned: bool = False,
         **placement: Unpack[PlacementOptions],
@@ -436,6 +463,8 @@ class KVCache(KVDevice):
             becomes a fixed one.
         verify : bool, optional
             Without effect: checksums of the data are always compared.
+        arrays
+            As for the constructor.
         device, pinned, **placement
             As for `cuda.Tape`.
 
@@ -462,6 +491,7 @@ class KVCache(KVDevice):
                 batch=there.batch,
                 dtype=there.dtype,
                 order=there.order,
+                arrays=arrays,
                 device=device,
                 pinned=pinned,
                 **placement,
@@ -527,13 +557,6 @@ def _check_restorable(there: snapshot.Snapshot | snapshot.LayersSnapshot) -> Non
         unsupported("layers that differ", f"{this} heads of {sizes}", instead)
     if there.v_dtype != there.dtype:
         unsupported("fewer bits", f"{this} {there.dtype} and {there.v_dtype}", instead)
-
-
-def _steps(a: Any, axes: Axes) -> Five:
-    layers, streams, heads, tokens, values = (
-        0 if axis is None else a.strides[axis] for axis in axes
-    )
-    return layers, streams, heads, tokens, values
 
 
 def _steps_of_blocks(steps: Five, which: int) -> Five:

@@ -44,8 +44,9 @@ cdef int check_token_shapes(Given *out, tuple k, tuple v, uint32_t n_layers, uin
 cdef uint32_t units(um.um_dtype type, uint32_t head_dim)
 # An array's real shape, even if a subclass overrides it.
 cdef tuple shape_of(cnp.ndarray a)
-# The memory of an array of any library; strides are in bytes.
-cdef int find_bytes(Bytes *out, uintptr_t at, tuple shape, tuple strides, size_t item) except -1
+# The memory of an array of any library with n dimensions; strides are in bytes.
+cdef void find_bytes(Bytes *out, uintptr_t at, int n, const cnp.npy_intp *sizes,
+                     const cnp.npy_intp *strides, size_t item) noexcept
 # The two arrays of an argument `out`, of any library, and NumPy arrays over their memory.
 cdef tuple pair_of(object out)
 # An array on the device of a driver; TypeError, which names the argument, for anything else.

@@ -126,13 +126,14 @@ cdef int check_token(Given *out, cnp.ndarray k, cnp.ndarray v, um.um_dtype store
                               doing)
 
 
-cdef int find_bytes(Bytes *out, uintptr_t at, tuple shape, tuple strides, size_t item) except -1:
+cdef void find_bytes(Bytes *out, uintptr_t at, int n, const cnp.npy_intp *sizes,
+                     const cnp.npy_intp *strides, size_t item) noexcept:
     cdef Py_ssize_t axis, size, stride, step = item
     out.at = out.low = at
     out.end = at + item
     out.in_order = True
-    for axis in range(len(shape) - 1, -1, -1):
-        size, stride = shape[axis], strides[axis]
+    for axis in range(n - 1, -1, -1):
+        size, stride = sizes[axis], strides[axis]
         if size == 0:
             out.low = out.end = at
             break
@@ -143,7 +144,6 @@ cdef int find_bytes(Bytes *out, uintptr_t at, tuple shape, tuple strides, size_t
         else:
             out.end += <uintptr_t>((size - 1) * stride)
         step *= size
-    return 0
 
 
 cdef tuple pair_of(object out):

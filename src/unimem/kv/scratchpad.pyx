@@ -544,8 +544,10 @@ cdef class DeviceScratchpad(_Rows):
     cdef object queue(self, uintptr_t out, object rows, int given, Py_ssize_t n, object stream):
         cdef size_t nbytes = <size_t>n * self.row_bytes
         cdef tuple steps = rows.strides
+        cdef cnp.npy_intp[2] sizes = [n, self.dim]
+        cdef cnp.npy_intp[2] strides_of = [steps[0], steps[len(steps) - 1]]
         cdef Bytes bytes
-        find_bytes(&bytes, rows.data.ptr, rows.shape, steps, _value_bytes(given))
+        find_bytes(&bytes, rows.data.ptr, 2, sizes, strides_of, _value_bytes(given))
         if bytes.low < out + nbytes and out < bytes.end:
             raise ValueError(f"{type(self).__name__} '{self.name}': expected rows outside the new "
                              "rows of the pad, got rows that overlap them: append a copy")

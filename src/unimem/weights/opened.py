@@ -463,7 +463,8 @@ class Weights(Contents):
         threads : int, optional
             Number of reading threads, at most 16; by default the CPUs of the process, at most 12.
         staging_bytes : int, optional
-            Pinned memory, given back at the end: 32 MiB by default. A small file takes less.
+            Pinned memory, given back at the end: 32 MiB by default and at most, since pinning more
+            costs more than it saves. A small file takes less.
         stream : object, optional
             By default CuPy's current stream. Work queued in it before is waited for, since it may
             use the memory that is taken.

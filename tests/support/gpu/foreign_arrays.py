@@ -15,6 +15,7 @@ Array = NDArray[Any]
 # DLPack's numbers of NumPy's kinds; others here are bfloat16.
 CODES = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}
 BFLOAT = 4
+CUDA = 2  # DLPack's number
 
 
 class Versioned:
@@ -131,6 +132,15 @@ def _describe(thing: Any, out: Any) -> int:
     return 0
 
 
+def _current_stream(_device_type: int, _device: int, out: Any) -> int:
+    out[0] = 77
+    return 0
+
+
+_streams_kind = ctypes.PYFUNCTYPE(
+    ctypes.c_int, ctypes.c_int32, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p)
+)
+_stream_of = _streams_kind(_current_stream)
 _kind = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(_Tensor))
 _tensor_from_object = _kind(_describe)
 
@@ -140,7 +150,9 @@ _new_capsule.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
 # Capsules point to these.
 _NAME = ctypes.create_string_buffer(b"dlpack_exchange_api")
 _functions = _Functions(
-    major=1, minor=3, tensor_from_object=ctypes.cast(_tensor_from_object, ctypes.c_void_p)
+    **{"major": 1, "minor": 3},
+    tensor_from_object=ctypes.cast(_tensor_from_object, ctypes.c_void_p),
+    current_stream=ctypes.cast(_stream_of, ctypes.c_void_p),
 )
 _newer = _Functions(major=2, previous=ctypes.addressof(_functions))
 _newest_only = _Functions(major=2)

@@ -91,7 +91,7 @@ class HostDriver(cuda_driver.Driver):
         self.calls: list[tuple[Any, ...]] = []
         self.n_allocations = 0
         self._pid = os.getpid()
-        self.total_bytes = 1 << 40
+        self.total_bytes = 1 << 30  # a wrong size is refused, whatever the machine has
         self.page_bytes = 1
 
     def use(self) -> None:

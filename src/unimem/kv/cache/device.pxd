@@ -1,4 +1,5 @@
 # KV caches in memory that the CPU cannot touch.
+cimport numpy as cnp
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
 from unimem._core cimport native as um
@@ -6,6 +7,21 @@ from unimem.kv.inputs cimport Bytes, Given
 from unimem.kv.cache.rows cimport KVRows
 from unimem._core.region cimport Region
 from unimem._core.tape cimport DeviceTape
+
+# Tokens on the device, of any library: what keeps their memory, where it is, and its figures.
+cdef class Tokens:
+    cdef object owner
+    cdef cnp.dtype dtype
+    cdef Bytes bytes
+    cdef int n_dims
+    # At most five dimensions; strides are in bytes.
+    cdef cnp.npy_intp[5] sizes
+    cdef cnp.npy_intp[5] steps
+    # The strides of these axes.
+    cdef tuple along(self, tuple axes)
+
+# The driver's own call that queues a copy: to, from, bytes, stream.
+ctypedef int (*Copy)(uintptr_t, uintptr_t, size_t, uintptr_t) noexcept nogil
 
 cdef class KVDevice(KVRows):
     cdef um.um_kv_spec _spec
@@ -15,8 +31,11 @@ cdef class KVDevice(KVRows):
     cdef bint _owns_tape
     # A region without memory: its windows are the views, at offsets in the storage.
     cdef Region _views
+    # Tensors of all rows of K and V, by layer, where views are slices of these.
+    cdef readonly dict _whole
     cdef readonly object _driver
-    cdef int _device
+    # Its number, and DLPack's of its kind.
+    cdef int _device, _device_type
     # The stream on which rows move: that of an append that makes room, or None: the current one.
     cdef object _stream
     # While tokens move: the memory, which thus stays; the error to raise at the end; and whether
@@ -28,12 +47,23 @@ cdef class KVDevice(KVRows):
     # The type of arrays that the driver takes as they are.
     cdef object _array_type
 
-    cdef object as_array(self, object x, str what)
+    # Finds k and v, and the number of the stream: by default the current one of torch, if both are
+    # its tensors, else of CuPy.
+    cdef tuple find_pair(self, object k, object v, object stream)
+    # Tokens of a library that has DLPack's C functions, such as torch; None: it has not, or they
+    # are not on this device.
+    cdef Tokens exchanged(self, object x, void **queue, str what)
+    cdef Tokens find(self, object x, str what)
     cdef object number_of_stream(self, object stream)
-    # Checks k and v, and returns their shape.
-    cdef tuple check_given(self, Given *out, object k, object v, str doing)
-    # Finds the memory of tokens, which has to be on this device and outside this cache.
-    cdef int find_apart(self, Bytes *out, object a, tuple shape, str doing) except -1
+    cdef int check_given(self, Given *out, Tokens k, Tokens v, str doing) except -1
+    # Raises for tokens in this cache.
+    cdef int check_apart(self, Tokens given, str doing) except -1
+    # NULL: the driver's method does it.
+    cdef Copy _copy
+    # Queues a copy.
+    cdef int copy_rows(self, uintptr_t to, uintptr_t from_, size_t nbytes, object stream) except -1
+    cdef object write(self, Tokens k, Tokens v, um.um_dtype given, tuple axes, tuple span,
+                      object stream)
     cdef int find_rows_on(self, object stream, um.um_error *err, uint64_t n) except -1
     cdef int move_bytes(self, uintptr_t to, uintptr_t from_, size_t nbytes) except -1
     cdef int move_piece(self, uintptr_t to, uintptr_t from_, size_t nbytes) except -1

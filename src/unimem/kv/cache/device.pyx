@@ -15,9 +15,11 @@ from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
 from unimem._core cimport native as um
 from unimem._core.arrays cimport dtype_of
+from unimem._core.dlpack cimport DLTensor
+from unimem._core.foreign cimport described, dtype_of_tensor
 from unimem.kv.inputs cimport (
-    Bytes, Given, check_token_shapes, check_types, find_bytes, fits_tokens, layer_number,
-    on_device, refuse_tokens,
+    Given, check_token_shapes, check_types, find_bytes, fits_tokens, layer_number, on_device,
+    refuse_tokens,
 )
 from unimem.kv.cache.rows cimport KVRows, is_v
 from unimem._core.region cimport Region, new_window
@@ -35,6 +37,13 @@ cdef dict _AXES = {um.UM_KV_TOKEN_MAJOR: (None, None, 1, 0, 2),
 cdef tuple _OF_ALL_LAYERS = (0, None, 1, None, 2)
 
 
+@cython.final
+@cython.freelist(8)
+cdef class Tokens:
+    cdef tuple along(self, tuple axes):
+        return tuple([0 if axis is None else self.steps[<int>axis] for axis in axes])
+
+
 cdef um.um_status _move(void *context, void *to, const void *from_, size_t nbytes) noexcept:
     cdef KVDevice cache = <KVDevice>context
     try:
@@ -49,8 +58,9 @@ cdef class KVDevice(KVRows):
     """The base of `cuda.KVCache`: fixed storage on a device's tape.
 
     A subclass calls `_plan`, and `_place` with a tape. It queues what is no plain copy:
-    ``_write(k, v, given, axes, (n, layer, n_layers, row, row_address), stream)`` writes the rows of
-    n tokens of these layers.
+    ``_write(k, v, k_steps, v_steps, given, (n, layer, n_layers, row, row_address), stream)`` writes
+    the rows of n tokens of these layers, from addresses, with the bytes from one to the next layer,
+    stream, head, token and value.
     """
     #: _dtype: np.dtype[Any]
 
@@ -63,8 +73,10 @@ cdef class KVDevice(KVRows):
         """Take the storage that `_plan` has described."""
         self._storage.base = tape.take_raw(self._storage_bytes, 256)
         self._driver = driver
-        self._device = driver.id
+        self._copy = <Copy><uintptr_t>driver.copy_address
+        self._device, self._device_type = driver.id, driver.device_type
         self._views = Region.__new__(Region)
+        self._whole = {}
         self.start(&self._spec, &self._storage)
         um.um_kv_set_mover(&self.kv, _move, <void *>self)
         self._tape = tape
@@ -84,12 +96,22 @@ cdef class KVDevice(KVRows):
                                "they were moved. Close it, and compute them again in a new cache")
         return self._views
 
+    cdef bint has_views(self, list ranges) except -1:
+        if self._whole:
+            self._whole.clear()  # those that nobody uses are no views
+        return KVRows.has_views(self, ranges)
+
     cdef Py_ssize_t n_users(self):
-        cdef Py_ssize_t n = self._tape._n_views() if self._owns_tape and self._tape._open else 0
+        cdef Py_ssize_t n
+        if self._whole:
+            self._whole.clear()
+        n = self._tape._n_views() if self._owns_tape and self._tape._open else 0
         return n + (self._writing or self._n_busy > 0)
 
     cdef object end(self):
         self._closed = True
+        if self._whole:
+            self._whole.clear()
         if self._owns_tape:
             self._tape.__exit__()
 
@@ -132,39 +154,74 @@ cdef class KVDevice(KVRows):
 
     # ---- appending ----
 
-    cdef object as_array(self, object x, str what):
-        # Arrays of the driver's own type need no call; `find_apart` checks where they are.
-        if type(x) is self._array_type:
-            return x
-        found = on_device(self._driver, x, what)
-        if found is x:
-            self._array_type = type(x)
+    cdef Tokens exchanged(self, object x, void **queue, str what):
+        cdef DLTensor tensor
+        cdef Tokens found
+        cdef cnp.npy_intp item, step
+        cdef int axis
+        owner = described(&tensor, queue, x, what)
+        if (owner is None or tensor.device_type != self._device_type
+                or tensor.device_id != self._device or not 0 <= tensor.n_dims <= 5):
+            return None
+        found = Tokens.__new__(Tokens)
+        found.owner, found.dtype = owner, dtype_of_tensor(&tensor, what)
+        found.n_dims = tensor.n_dims
+        item = step = found.dtype.itemsize
+        for axis in range(tensor.n_dims - 1, -1, -1):
+            found.sizes[axis] = tensor.shape[axis]
+            found.steps[axis] = step if tensor.strides == NULL else tensor.strides[axis] * item
+            step *= found.sizes[axis]
+        find_bytes(&found.bytes, <uintptr_t>tensor.data + tensor.byte_offset, found.n_dims,
+                   found.sizes, found.steps, item)
         return found
+
+    cdef Tokens find(self, object x, str what):
+        cdef Tokens found = Tokens.__new__(Tokens)
+        cdef tuple shape, strides
+        cdef int axis
+        # Arrays of the driver's own type need no call.
+        if type(x) is not self._array_type or <int>x.data.device_id != self._device:
+            array = on_device(self._driver, x, what)
+            if array is x:
+                self._array_type = type(x)
+            x = array
+        found.owner, found.dtype = x, x.dtype
+        shape, strides = x.shape, x.strides
+        found.n_dims = <int>len(shape)
+        for axis in range(min(found.n_dims, 5)):
+            found.sizes[axis], found.steps[axis] = shape[axis], strides[axis]
+        find_bytes(&found.bytes, x.data.ptr, min(found.n_dims, 5), found.sizes, found.steps,
+                   found.dtype.itemsize)
+        return found
+
+    cdef tuple find_pair(self, object k, object v, object stream):
+        cdef Tokens first, second
+        cdef void *queue = NULL
+        if type(k) is type(v):
+            first = self.exchanged(k, &queue, "k")
+            second = None if first is None else self.exchanged(v, NULL, "v")
+            if second is not None:
+                return first, second, (<uintptr_t>queue if stream is None
+                                       else self.number_of_stream(stream))
+        return self.find(k, "k"), self.find(v, "v"), self.number_of_stream(stream)
 
     cdef object number_of_stream(self, object stream):
         return stream if type(stream) is int else self._driver.stream(stream)
 
-    cdef tuple check_given(self, Given *out, object k, object v, str doing):
+    cdef int check_given(self, Given *out, Tokens k, Tokens v, str doing) except -1:
         cdef um.um_kv_spec *s = &self.kv.spec
-        cdef cnp.npy_intp[4] sizes
-        cdef tuple k_shape = k.shape, v_shape = v.shape
-        cdef int n_dims = <int>min(len(k_shape), 5), i
         check_types(out, k.dtype, v.dtype, s.type, doing)
-        for i in range(min(n_dims, 4)):
-            sizes[i] = k_shape[i]
-        if (not fits_tokens(out, n_dims, sizes, s.batch, s.n_kv_heads, s.head_dim)
-                or k_shape != v_shape):
-            refuse_tokens(out, s.batch, s.n_kv_heads, s.head_dim, doing, k_shape, v_shape)
-        return k_shape
+        if (not fits_tokens(out, k.n_dims, k.sizes, s.batch, s.n_kv_heads, s.head_dim)
+                or k.n_dims != v.n_dims
+                or not cnp.PyArray_CompareLists(k.sizes, v.sizes, min(k.n_dims, 5))):
+            refuse_tokens(out, s.batch, s.n_kv_heads, s.head_dim, doing, tuple(k.owner.shape),
+                          tuple(v.owner.shape))
+        return 0
 
-    cdef int find_apart(self, Bytes *out, object a, tuple shape, str doing) except -1:
+    cdef int check_apart(self, Tokens given, str doing) except -1:
         cdef uintptr_t base = <uintptr_t>self.kv.base
-        data = a.data
-        if <int>data.device_id != self._device:
-            self._driver.to_array(a)  # raises, unless it is empty
-        find_bytes(out, data.ptr, shape, a.strides, (<cnp.dtype>a.dtype).itemsize)
         # A device reads and writes overlapping memory in any order.
-        if out.low < base + self._storage_bytes and base < out.end:
+        if given.bytes.low < base + self._storage_bytes and base < given.bytes.end:
             raise ValueError(f"{doing}: expected tokens in memory of their own, got a view of this "
                              "cache: append a copy")
         return 0
@@ -176,6 +233,22 @@ cdef class KVDevice(KVRows):
         finally:
             self._stream = None
 
+    cdef int copy_rows(self, uintptr_t to, uintptr_t from_, size_t nbytes,
+                       object stream) except -1:
+        cdef int status = -1
+        cdef uintptr_t queue = stream
+        if self._copy != NULL:
+            with nogil:
+                status = self._copy(to, from_, nbytes, queue)
+        if status != 0:  # as in a thread that is new to CUDA; the method raises the driver's errors
+            self._driver.copy(to, from_, nbytes, stream)
+        return 0
+
+    cdef object write(self, Tokens k, Tokens v, um.um_dtype given, tuple axes, tuple span,
+                      object stream):
+        self._write(k.bytes.at, v.bytes.at, k.along(axes), v.along(axes), KV_TYPES[given], span,
+                    stream)
+
     @cython.critical_section
     def append(self, layer: int, k: Any, v: Any, *, stream: Any = None) -> None:
         """Append tokens to one layer.
@@ -184,7 +257,7 @@ cdef class KVDevice(KVRows):
         ----------
         layer : int
             The layer's number.
-        k, v : cupy.ndarray, or an array on the device that has ``__dlpack__``
+        k, v : cupy.ndarray, torch.Tensor, or an array on the device that has ``__dlpack__``
             Both have one shape, ``[n, n_kv_heads, head_dim]`` (batch 1) or
             ``[batch, n_kv_heads, n, head_dim]``, with any strides, and one dtype, float32, float16
             or bfloat16. Tokens of the cache's dtype in ``[n, n_kv_heads, head_dim]`` without gaps
@@ -192,7 +265,7 @@ cdef class KVDevice(KVRows):
             rounding to nearest even. A ``"q8_0"`` cache takes blocks, too, as `layer` shows them.
             The arrays may be changed or dropped once the stream has passed the append.
         stream : object, optional
-            A CUDA stream; CuPy's current one by default.
+            A CUDA stream; by default torch's current one if k and v are its tensors, else CuPy's.
 
         Raises
         ------
@@ -215,20 +288,18 @@ cdef class KVDevice(KVRows):
         cdef um.um_error err
         cdef um.um_kv_spec *s = &self.kv.spec
         cdef Given given
-        cdef Bytes k_bytes, v_bytes
+        cdef Tokens keys, values
         cdef uint64_t row = 0
         cdef size_t nbytes
         cdef uintptr_t out
         cdef uint32_t index
-        cdef tuple shape
         self.open_region()  # first: a forked child has no driver to ask
-        k, v = self.as_array(k, "k"), self.as_array(v, "v")
-        stream = self.number_of_stream(stream)
+        keys, values, stream = self.find_pair(k, v, stream)
         index = layer_number(layer, s.n_layers, "layer")
-        shape = self.check_given(&given, k, v, "KVCache.append")
+        self.check_given(&given, keys, values, "KVCache.append")
         self.begin_change()
-        self.find_apart(&k_bytes, k, shape, "KVCache.append")
-        self.find_apart(&v_bytes, v, shape, "KVCache.append")
+        self.check_apart(keys, "KVCache.append")
+        self.check_apart(values, "KVCache.append")
         while um.um_kv_append_begin(&self.kv, index, given.n, &row, &err) != um.UM_OK:
             if not self.find_rows_on(stream, &err, given.n):
                 self.fail(&err, "append")
@@ -237,16 +308,16 @@ cdef class KVDevice(KVRows):
         _held = self._tape._memory  # during a call of CUDA another thread may close the cache
         self._writing = True
         try:
-            if (given.type == s.type and s.batch == 1 and k_bytes.in_order and v_bytes.in_order
+            if (given.type == s.type and s.batch == 1 and keys.bytes.in_order
+                    and values.bytes.in_order
                     and (given.order == um.UM_KV_TOKEN_MAJOR or given.n == 1)):
                 nbytes = given.n * self.kv.row_bytes
                 out = <uintptr_t>um.um_kv_lane(&self.kv, index, 0, 0) + row * self.kv.row_bytes
-                copy = self._driver.copy
-                copy(out, k_bytes.at, nbytes, stream)
-                copy(out + self.kv.lane_stride, v_bytes.at, nbytes, stream)
+                self.copy_rows(out, keys.bytes.at, nbytes, stream)
+                self.copy_rows(out + self.kv.lane_stride, values.bytes.at, nbytes, stream)
             else:
-                self._write(k, v, KV_TYPES[given.type], _AXES[given.order],
-                            (given.n, index, 1, row, 0), stream)
+                self.write(keys, values, given.type, _AXES[given.order],
+                           (given.n, index, 1, row, 0), stream)
         finally:
             self._writing = False
         um.um_kv_append_end(&self.kv, index, given.n)
@@ -256,29 +327,28 @@ cdef class KVDevice(KVRows):
         """Append one token of all layers."""
         cdef um.um_error err
         cdef Given given
-        cdef Bytes k_bytes, v_bytes
+        cdef Tokens keys, values
         cdef um.um_kv_spec *s = &self.kv.spec
         cdef uint64_t row = 0
         cdef str doing = "KVCache.append_all"
         self.open_region()
-        k, v = self.as_array(k, "k"), self.as_array(v, "v")
-        stream = self.number_of_stream(stream)
-        check_types(&given, k.dtype, v.dtype, s.type, doing)
-        check_token_shapes(&given, k.shape, v.shape, s.n_layers, s.n_kv_heads, s.head_dim,
-                           s.head_dim, doing)
+        keys, values, stream = self.find_pair(k, v, stream)
+        check_types(&given, keys.dtype, values.dtype, s.type, doing)
+        check_token_shapes(&given, tuple(keys.owner.shape), tuple(values.owner.shape), s.n_layers,
+                           s.n_kv_heads, s.head_dim, s.head_dim, doing)
         if s.batch != 1:
             raise ValueError("KVCache.append_all: batch is not 1")
         self.begin_change()
-        self.find_apart(&k_bytes, k, k.shape, doing)
-        self.find_apart(&v_bytes, v, v.shape, doing)
+        self.check_apart(keys, doing)
+        self.check_apart(values, doing)
         while um.um_kv_reserve(&self.kv, 1, &row, &err) != um.UM_OK:
             if not self.find_rows_on(stream, &err, 1):
                 self.fail(&err, "append_all")
         _held = self._tape._memory
         self._writing = True
         try:
-            self._write(k, v, KV_TYPES[given.type], _OF_ALL_LAYERS,
-                        (1, 0, s.n_layers, row, 0), stream)
+            self.write(keys, values, given.type, _OF_ALL_LAYERS, (1, 0, s.n_layers, row, 0),
+                       stream)
         except BaseException:
             um.um_kv_rollback(&self.kv)
             raise
@@ -291,27 +361,29 @@ cdef class KVDevice(KVRows):
     def _append_at(self, layer: int, k: Any, v: Any, row: Any, stream: Any) -> None:
         """Write tokens of one layer at the row that an int32 on the device holds at that time."""
         cdef Given given
-        cdef Bytes k_bytes, v_bytes
+        cdef Tokens keys, values, at
         cdef str doing = "KVCache.append_at"
         cdef uint32_t index
         self.open_region()
-        row = self._driver.to_array(row)
-        if row.dtype != dtype_of("int32") or row.size != 1:
-            raise TypeError(f"row: expected one int32, got {row.dtype} of shape {row.shape}")
-        k, v = self.as_array(k, "k"), self.as_array(v, "v")
-        stream = self.number_of_stream(stream)
+        at = self.exchanged(row, NULL, "row")
+        if at is None:
+            at = self.find(row, "row")
+        if at.dtype != dtype_of("int32") or at.bytes.end - at.bytes.low != 4:
+            raise TypeError(f"row: expected one int32, got {at.dtype} of shape "
+                            f"{tuple(at.owner.shape)}")
+        keys, values, stream = self.find_pair(k, v, stream)
         index = layer_number(layer, self.kv.spec.n_layers, "layer")
-        shape = self.check_given(&given, k, v, doing)
+        self.check_given(&given, keys, values, doing)
         self.begin_change()
-        self.find_apart(&k_bytes, k, shape, doing)
-        self.find_apart(&v_bytes, v, shape, doing)
+        self.check_apart(keys, doing)
+        self.check_apart(values, doing)
         if given.n == 0:
             return
         _held = self._tape._memory
         self._writing = True
         try:
-            self._write(k, v, KV_TYPES[given.type], _AXES[given.order],
-                        (given.n, index, 1, 0, row.data.ptr), stream)
+            self.write(keys, values, given.type, _AXES[given.order],
+                       (given.n, index, 1, 0, at.bytes.at), stream)
         finally:
             self._writing = False
 
