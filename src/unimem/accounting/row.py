@@ -14,7 +14,7 @@ __all__ = ["Mapping", "Row", "find_row", "in_order", "plain"]
 # The memory of a runtime first, then the rest.
 _ORDER = tuple(
     """
-    weights kv scratch compute logits tokens staging diagnostics other placed allocator
+    weights kv prompts scratch compute logits tokens staging diagnostics other placed allocator
     anonymous libraries stacks files shared kernel
 """.split()
 )

@@ -19,6 +19,7 @@ __all__ = [
     "format_bytes",
     "format_change",
     "format_count",
+    "format_mib",
     "format_ranges",
     "item_lines",
     "parse_bytes",
@@ -92,6 +93,17 @@ def format_bytes(nbytes: float) -> str:
         if nbytes < _KIB:
             return f"{nbytes:.1f} {unit}"
     return f"{nbytes / _KIB:.1f} TiB"
+
+
+def format_mib(nbytes: int) -> str:
+    """Write a size in MiB, rounded up, as a limit that has to hold it.
+
+    Examples
+    --------
+    >>> format_mib(1), format_mib(3 * 2**30)
+    ('1 MiB', '3,072 MiB')
+    """
+    return f"{-(-nbytes // _KIB**2):,} MiB"
 
 
 def parse_bytes(text: str) -> int:

@@ -55,6 +55,16 @@ def plan(
         ),
     ] = None,
     ctx: Ctx = None,
+    min_ctx: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=2**31 - 1,
+            metavar="N",
+            help="The least context that is of use: without --ctx, a model that has no room for it "
+            "does not fit.",
+        ),
+    ] = 512,
     batch: Annotated[
         int, typer.Option(min=1, max=2**20, metavar="N", help="Streams of the KV cache.")
     ] = 1,
@@ -97,6 +107,14 @@ def plan(
             "further tokens. [default: none]",
         ),
     ] = None,
+    cache_ram: Annotated[
+        str | None,
+        value_option(
+            "SIZE",
+            "The most that llama-server keeps of earlier prompts, as its --cache-ram. [default: 8G "
+            "for llama.cpp]",
+        ),
+    ] = None,
     load: LoadMode = "auto",
     weights_budget: WeightsBudget = None,
     device: Annotated[
@@ -134,6 +152,12 @@ def plan(
             "PATH", "Plan for a process in this cgroup, as in /sys/fs/cgroup/system.slice."
         ),
     ] = None,
+    now: Annotated[
+        bool,
+        typer.Option(
+            "--now", help="Say, too, what the page cache of this moment changes, which may go."
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Say what a model will need, and whether it fits."""
@@ -165,7 +189,11 @@ def plan(
             slots=slots,
             mmproj=None if mmproj is None else path_or_url(mmproj),
             draft=draft if draft in (None, "mtp") else path_or_url(str(draft)),
+            cache_ram=cache_ram,
             machine=machine,
+            min_ctx=min_ctx,
+            process=True,
+            now=now,
             pages=pages,
             numa=numa,
             lock=lock,
@@ -185,9 +213,10 @@ def _usage() -> Iterator[None]:
         yield
     except ValueError as error:
         text = str(error)
-        names = "window|slots|engine|draft|mmproj and draft|device|weights_budget"
+        names = "window|slots|engine|draft|mmproj and draft|device|weights_budget|cache_ram"
         if re.match(f"({names})[:=]", text):
             text = text.replace("weights_budget", "weights-budget", 1)
+            text = text.replace("cache_ram", "cache-ram", 1)
             raise typer.BadParameter(f"--{text}") from None
         raise
 

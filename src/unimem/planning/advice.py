@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from unimem.base.text import format_bytes, format_count
-from unimem.planning.result import Advice, Plan, find_worst_check, is_as_asked
+from unimem.base.text import format_bytes, format_count, format_mib
+from unimem.planning.result import Advice, Check, Plan, find_worst_check, is_as_asked
 from unimem.planning.search import find_largest
 from unimem.weights.gguf import tensor_type
 
@@ -88,6 +88,16 @@ def _list_changes(plan: Plan, replan: Replan) -> Iterator[tuple[str, dict[str, A
         yield text, {"numa": policy}
     if any("memlock" in name for name in failing):
         yield "do not lock it: then the kernel may swap it out", {"lock": False}
+    prompts = sum(row.nbytes for row in plan.rows if row.category == "prompts")
+    if prompts:
+        most = prompts >> 20
+
+        def fits(n: int) -> bool:
+            return is_as_asked(replan({"cache_ram": n << 20}))
+
+        n = find_largest(most - 1, fits)
+        text = f"{n:,} MiB of earlier prompts instead of {most:,} (llama-server --cache-ram {n})"
+        yield text, {"cache_ram": f"{n}M"}
     if plan.sessions > 1:
         n = find_largest(plan.sessions - 1, lambda n: is_as_asked(replan({"sessions": n})), least=1)
         text = f"{format_count(n, 'conversation')} at a time instead of {plan.sessions:,}"
@@ -201,10 +211,19 @@ def _advise_limits(plan: Plan) -> Iterator[Advice]:
     worst = find_worst_check(plan)
     if worst is not None:
         missing = worst.needed_bytes - worst.available_bytes
-        yield Advice(f"{format_bytes(missing)} more in {worst.name}: {worst.remedy}", 0, {}, False)
+        yield _more(plan, worst, missing)
     elif missing := plan.spilled_bytes or _unslotted_bytes(plan):
         least = min((one for one in plan.checks if one.is_hard), key=lambda c: c.available_bytes)
-        yield Advice(f"{format_bytes(missing)} more in {least.name}: {least.remedy}", 0, {}, False)
+        yield _more(plan, least, missing)
+
+
+def _more(plan: Plan, check: Check, missing: int) -> Advice:
+    """Advise to raise a limit; of another machine, which is asked for by its memory."""
+    remedy = check.remedy
+    if check.name == "memory of the machine" and plan.facts.get("machine"):
+        whole = max(check.limit_bytes + missing, plan.container_bytes or 0)
+        remedy = f"a machine with {format_mib(whole)}"
+    return Advice(f"{format_bytes(missing)} more in {check.name}: {remedy}", 0, {}, False)
 
 
 def _unslotted_bytes(plan: Plan) -> int:

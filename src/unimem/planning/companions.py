@@ -84,7 +84,7 @@ class Companions:
             shape, widths = self.draft.shape, self.draft.widths
         else:
             return []
-        own = replace(session, shape=shape, widths=widths, predicts=False)
+        own = replace(session, shape=shape, widths=widths, predicts=False, cache_ram=0)
         return own.needs(ctx, suffix=":draft")
 
 

@@ -28,6 +28,8 @@ Engine: TypeAlias = Literal["unimem", "llama.cpp"]
 _UBATCH = 512
 """Tokens of a prompt that llama.cpp computes at once."""
 MOST_SLOTS = 256
+CACHE_RAM = 8 << 30
+"""The default of llama-server's --cache-ram: what one keeps of earlier prompts, filled in days."""
 NOT_EXACT = (
     "the scratch: the row has llama.cpp's compute buffers, as a bound from above. It may also keep "
     "a repacked copy of some weights instead of their pages of the file (--no-repack)"
@@ -134,6 +136,8 @@ class LlamaSession:
         The widths of its graph, if known.
     predicts : bool
         Whether the model's own layers, or others that read its states, predict further tokens.
+    cache_ram : int
+        The bytes that it keeps of earlier prompts.
     """
 
     shape: Shape
@@ -142,6 +146,7 @@ class LlamaSession:
     slots: Slots
     widths: Widths | None = None
     predicts: bool = False
+    cache_ram: int = 0
 
     @property
     def is_known(self) -> bool:
@@ -238,4 +243,5 @@ class LlamaSession:
         found = [] if vocab is None else [("logits", 4 * vocab * self.slots.n * self.batch)]
         found += [(f"kv{suffix}", history)] if history else []
         found += [(f"compute{suffix}", self.compute_bytes(ctx))] if self.is_computed else []
+        found += [("prompts", self.cache_ram)] if self.cache_ram and history else []
         return [Need({kind: nbytes}, ram_bytes=nbytes) for kind, nbytes in found]

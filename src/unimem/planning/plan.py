@@ -19,7 +19,7 @@ from unimem.models.shapes import Shape
 from unimem.planning.companions import Companions, open_companions
 from unimem.planning.gpu_bytes import RESERVE_BYTES, STAGING_BYTES, round_to_pages
 from unimem.planning.hosts import DescribedHost, Host, find_host
-from unimem.planning.llama_cpp import NO_COMPUTE, NOT_EXACT, Engine, LlamaSession, Slots
+from unimem.planning.llama_cpp import CACHE_RAM, NO_COMPUTE, NOT_EXACT, Engine, LlamaSession, Slots
 from unimem.planning.needs import (
     Budget,
     MachineBudget,
@@ -30,6 +30,7 @@ from unimem.planning.needs import (
     default_threads,
     diagnostics_need,
 )
+from unimem.planning.new_process import measure_process, own_bytes
 from unimem.planning.repack_gain import NO_ROOM, NO_ROOM_TO_COPY
 from unimem.planning.result import Check, Plan, is_as_asked
 from unimem.planning.search import find_largest
@@ -71,7 +72,11 @@ def plan(
     slots: int | str | None = None,
     mmproj: str | os.PathLike[str] | None = None,
     draft: str | os.PathLike[str] | None = None,
+    cache_ram: int | str | None = None,
     machine: MachineFacts | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    min_ctx: int = 1,
+    process: bool = False,
+    now: bool = False,
     **placement: Unpack[PlacementOptions],
 ) -> Plan:
     """Plan the memory of a model. Only the header of a file is read, and no memory is taken.
@@ -121,12 +126,24 @@ def plan(
     draft : path-like, optional
         A draft model that llama.cpp loads beside it; or ``"mtp"``, for the model's own layers that
         predict further tokens.
+    cache_ram : int or str, optional
+        The most memory that llama-server keeps earlier prompts in (``--cache-ram``); by default
+        none, but with `process` llama-server's own default of 8 GiB, which a busy one fills.
     machine : Machine, mapping, str or path-like, optional
         Another machine, whose limits count: the result of `doctor` there; or its figures, as in
         ``{"memory": "16G", "cpus": 8, "pools": {"2m": 4096}, "nodes": 2}``, where only the
         memory is necessary (one core, no pool, one node; nothing else runs there and nothing limits
         locking). Or the folder of a cgroup of this machine, for a process in it. By default this
         process.
+    min_ctx : int, default 1
+        The least context that is of use: without `ctx`, or a model of less, none below it is
+        planned. If it does not fit, the model does not.
+    process : bool, default False
+        Plan for a process that is not started yet, as `unimem plan` does: the interpreter, its
+        libraries and a tokenizer count, as measured once a machine in a child, and page cache
+        that others have filled does not. By default they are those of this process.
+    now : bool, default False
+        With `process`: say in `Plan.spilled_now_bytes` what the page cache of this moment changes.
     **placement
         See `PlacementOptions`. Without `strict`, the rows show what a block falls back to if it
         cannot have its placement, and the checks say what is missing.
@@ -179,6 +196,10 @@ def plan(
         device=device,
         engine=engine,
         slots=slots,
+        cache_ram=cache_ram,
+        min_ctx=min_ctx,
+        process=process,
+        now=now,
         placement=placement,
     )
     with open_companions(mmproj, draft) as beside:
@@ -231,6 +252,10 @@ class PlanOptions:
     device: int | None
     engine: Engine | None
     slots: Slots | None
+    cache_ram: int | None
+    min_ctx: int
+    process: bool
+    now: bool
     placement: PlacementOptions
 
     @classmethod
@@ -270,6 +295,10 @@ class PlanOptions:
             device,
             engine,
             None if slots is None else Slots.parse(slots),
+            _size("cache_ram", given["cache_ram"]),
+            _count("min_ctx", given["min_ctx"], _MOST),
+            bool(given["process"]),
+            bool(given["now"]),
             given["placement"],
         )
 
@@ -280,7 +309,7 @@ class PlanOptions:
             for name in ("window", "device")
             if getattr(self, name) is not None
         ]
-        of_llama_cpp = ["slots"] if self.slots is not None else []
+        of_llama_cpp = [n for n in ("slots", "cache_ram") if getattr(self, n) is not None]
         of_llama_cpp += ["mmproj and draft"] if with_others else []
         engine = self.engine
         if engine is None:
@@ -296,13 +325,15 @@ class PlanOptions:
     def with_changes(self, changes: Mapping[str, Any]) -> PlanOptions:
         """Return a copy with some options of `plan` changed."""
         own = {name: value for name, value in changes.items() if name in _OWN_OPTIONS}
+        if "cache_ram" in own:
+            own["cache_ram"] = _size("cache_ram", own["cache_ram"])
         rest: Any = {name: value for name, value in changes.items() if name not in _OWN_OPTIONS}
         return replace(self, **own, placement=self.placement | rest)
 
 
 _DEFAULTS: dict[str, Any] = dict.fromkeys(
-    ("ctx", "window", "threads", "weights_budget", "device", "engine", "slots")
-) | {"batch": 1, "placement": {}}
+    ("ctx", "window", "threads", "weights_budget", "device", "engine", "slots", "cache_ram")
+) | {"batch": 1, "min_ctx": 1, "process": False, "now": False, "placement": {}}
 _OWN_OPTIONS = {item.name for item in fields(PlanOptions)} - {"placement"}
 
 
@@ -311,6 +342,11 @@ def _count(name: str, value: object, most: int) -> int:
         return integer(value, name, 1, most)
     except TypeError as error:
         raise ValueError(str(error)) from None
+
+
+def _size(name: str, value: int | str | None) -> int | None:
+    """Check a size, which may be 0."""
+    return None if value is None else 0 if value in (0, "0") else parse_size(value, name)
 
 
 class _Planner:
@@ -322,6 +358,7 @@ class _Planner:
         self._facts = source.facts | ({} if host is limits else {"machine": str(host)})
         self._is_elsewhere = isinstance(host, DescribedHost)
         self._cached: int | None = 0 if self._is_elsewhere else None
+        self._process_bytes = self._ended_bytes = 0
 
     def plan(self, options: PlanOptions) -> Plan:
         """Make a plan, with advice if it does not fit."""
@@ -334,6 +371,8 @@ class _Planner:
             weight_bytes = sum(self._source.by_type().values())
             n_threads = default_threads(weight_bytes, self._host.thread_count())
             options = replace(options, threads=n_threads)
+        if options.process and options.device is None:
+            self._count_process(options)
         made = self._make(options)
         if is_as_asked(made):
             return made
@@ -345,6 +384,14 @@ class _Planner:
         from unimem.planning.advice import advise
 
         return replace(made, advice=advise(made, replan, self._source.by_type()))
+
+    def _count_process(self, options: PlanOptions) -> None:
+        """Count a process that is not started yet, and not this one, which ends before it."""
+        self._ended_bytes = own_bytes() if self._host is limits else 0
+        if options.engine == "unimem" and not isinstance(found := measure_process(), str):
+            shape, source = self._source.shape, self._source
+            n_tokens = 0 if source.no_tokenizer else shape.vocab_size or 0
+            self._process_bytes = found.nbytes(n_tokens, sum(source.by_type().values()))
 
     def _make(self, options: PlanOptions) -> Plan:
         if options.device is not None:
@@ -408,26 +455,31 @@ class _Planner:
             most = shape.max_ctx or _MOST
             if options.engine == "unimem":
                 most = shape.longest_ctx(options.window)
-            max_ctx = self._find_longest(needs, storage, most, options.ctx or 0)
+            max_ctx = self._find_longest(needs, storage, most, options)
         ctx = options.ctx
         if ctx is None and max_ctx is not None:
             # If no context fits, the plan is for one token, and says so.
-            ctx = max(1, min(max(DEFAULT_CTX, options.window or 0), max_ctx))
+            least = min(options.min_ctx, self._source.shape.max_ctx or _MOST)
+            ctx = max(least, min(max(DEFAULT_CTX, options.window or 0), max_ctx))
         if options.window is not None and ctx is not None and options.window > ctx:
             raise ValueError(f"window: expected at most the context, {ctx}, got {options.window}")
         found = needs(ctx or 1)
         if streamed is not None and not streamed.is_open:
             rest = sum(need.room_bytes - need.taken_bytes for need in found[n_weights:])
+            rest += self._process_bytes - self._ended_bytes
             streamed.divide(options.weights_budget, self._machine.memory, rest)
             budget = Budget(self._machine)
             fixed[:n_weights] = self._source.weights(mode, storage, budget, options.sessions)
             found = needs(ctx or 1)
-        spilled = self._spilled(found)
+        spilled = self._spilled(found, options)
+        room_bytes = sum(need.room_bytes + need.loose_bytes for need in found)
+        process_bytes = self._process_bytes
+        facts = dict(self._facts)
+        if self._process_bytes:
+            facts.pop("ggml", None)  # its own memory is counted with the process
         return self._new_plan(
             options,
-            facts=self._facts
-            | self._image_facts(mode, storage)
-            | self._numa_facts(storage.numa, found),
+            facts=facts | self._image_facts(mode, storage) | self._numa_facts(storage.numa, found),
             rows=_rows(found),
             checks=self._checks(found, storage),
             ctx=ctx,
@@ -441,6 +493,10 @@ class _Planner:
             unread_bytes=sum(need.unread_bytes for need in found),
             scratch_bytes=session.scratch_bytes(ctx or 1),
             history_bytes=session.history_bytes(ctx) if ctx is not None else 0,
+            process_bytes=process_bytes,
+            container_bytes=process_bytes + room_bytes if process_bytes else None,
+            spilled_now_bytes=self._spilled(found) if options.now else None,
+            min_ctx=options.min_ctx,
         )
 
     def _reading(
@@ -465,10 +521,15 @@ class _Planner:
         assert options.threads is not None  # since `plan`
         if options.engine == "llama.cpp":
             predicts = self._beside is not None and self._beside.predicts
-            slots = options.slots or Slots()
             source = self._source
             return LlamaSession(
-                source.shape, options.batch, options.kv_dtype, slots, source.widths, predicts
+                source.shape,
+                options.batch,
+                options.kv_dtype,
+                options.slots or Slots(),
+                source.widths,
+                predicts,
+                options.cache_ram if options.cache_ram is not None else options.process * CACHE_RAM,
             )
         return Session(
             self._source.shape,
@@ -519,10 +580,12 @@ class _Planner:
         if options.engine == "llama.cpp":
             beside = () if self._beside is None else self._beside.unknown
             return (*beside, NOT_EXACT if self._is_computed else NO_COMPUTE)
-        return (no_scratch,) if no_scratch else ()
+        not_measured = measure_process() if options.process and options.device is None else ()
+        why = (not_measured,) if isinstance(not_measured, str) else ()
+        return (*why, no_scratch) if no_scratch else why
 
     def _find_longest(
-        self, needs: Callable[[int], list[Need]], storage: Storage, most: int, asked: int
+        self, needs: Callable[[int], list[Need]], storage: Storage, most: int, options: PlanOptions
     ) -> int:
         """Find the longest context that fits and that causes no avoidable spilling.
 
@@ -534,22 +597,30 @@ class _Planner:
 
         def is_good(ctx: int) -> bool:
             found = needs(ctx)
-            return fits(found) and self._spilled(found) == 0
+            return fits(found) and self._spilled(found, options) == 0
 
+        asked = options.ctx or 0
         longer = max(most, asked)
         if is_good(longer):  # the usual case
             return longer
-        if self._spilled(needs(1)):
+        if self._spilled(needs(1), options):
             return find_largest(most, lambda ctx: fits(needs(ctx)), asked=asked)
         return find_largest(most, is_good)
 
-    def _spilled(self, needs: list[Need]) -> int:
-        """Return the bytes of files that cannot stay in RAM beside the rest."""
+    def _spilled(self, needs: list[Need], options: PlanOptions | None = None) -> int:
+        """Return the bytes of files that cannot stay in RAM beside the rest.
+
+        For a process that is not started yet, what lies in the page cache by chance is no help.
+        """
+        is_later = options is not None and options.process
         nbytes = sum(need.loose_bytes for need in needs)
         rest = sum(need.room_bytes - need.taken_bytes for need in needs)
+        rest += self._process_bytes - self._ended_bytes
         most = 0
         found = limits.room_for_files(
-            self._machine.memory, nbytes + max(0, rest), lambda: min(self._cached_bytes(), nbytes)
+            self._machine.memory,
+            nbytes + max(0, rest),
+            lambda: 0 if is_later else min(self._cached_bytes(), nbytes),
         )
         for _, needed, room in found:
             most = max(most, needed - room)
@@ -563,8 +634,8 @@ class _Planner:
     # ---- limits ---------------------------------------------------------------------------------
 
     def _checks(self, needs: list[Need], storage: Storage) -> tuple[Check, ...]:
-        needed = sum(need.room_bytes for need in needs)
-        taken = sum(need.taken_bytes for need in needs)
+        needed = sum(need.room_bytes for need in needs) + self._process_bytes
+        taken = sum(need.taken_bytes for need in needs) + self._ended_bytes
         files = sum(need.loose_bytes for need in needs)
         checks = [
             Check(

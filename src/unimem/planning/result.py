@@ -19,6 +19,7 @@ from unimem.base.text import (
     fact_lines,
     format_bytes,
     format_count,
+    format_mib,
     item_lines,
     shorten,
     table_lines,
@@ -178,6 +179,17 @@ class Plan:
         The model's own context, if its header has it.
     layers : tuple of KeptRows or KeptState
         The memory of each layer, in the order of its blocks; empty if unknown. See `cache_layers`.
+    process_bytes : int
+        What a process that is not started yet takes beside the rows: the interpreter, libraries and
+        a tokenizer; 0 if this process has them, or if that is not known.
+    container_bytes : int or None
+        The least limit of a container for this process, in which nothing spills; None if
+        `process_bytes` is 0.
+    spilled_now_bytes : int or None
+        As `spilled_bytes`, with the help of what the page cache has at this moment; None if it was
+        not asked for.
+    min_ctx : int
+        The least context that is of use.
     """
 
     rows: tuple[Row, ...]
@@ -211,6 +223,10 @@ class Plan:
     reading: Reading | None = None
     no_tokenizer: str | None = None
     unhashed_bytes: int = 0
+    process_bytes: int = 0
+    container_bytes: int | None = None
+    spilled_now_bytes: int | None = None
+    min_ctx: int = 1
 
     def __getitem__(self, category: str) -> Row:
         """Return the row of a category: of main memory, else of the first device that has one.
@@ -397,6 +413,11 @@ def plan_lines(surface: Surface, plan: Plan, path: str | None = None) -> Iterato
         yield from wrap(text, surface.width)
         if plan.reading.tokens_per_second is None and "model" in plan.facts:
             yield " " * _INDENT + f"unimem doctor --disk {quote(escape(plan.facts['model']))}"
+    if plan.spilled_now_bytes is not None:
+        yield ""
+        now = plan.spilled_now_bytes
+        spills = f"{format_bytes(now)} of the file do not stay" if now else "all of the file stays"
+        yield from wrap(f"With what the page cache has at this moment, {spills}.", surface.width)
     missed = [check.name for check in plan.checks if not (check.fits or check.is_hard)]
     if missed:
         yield ""
@@ -509,6 +530,9 @@ def _memory_lines(surface: Surface, plan: Plan) -> Iterator[str]:
             rows.append(("not read, since repacked", format_bytes(plan.unread_bytes)))
         if device is None and plan.required_bytes < nbytes:
             rows.append(("must stay in RAM", format_bytes(plan.required_bytes)))
+        if device is None and plan.container_bytes is not None:
+            rows.append(("beside the model", format_bytes(plan.process_bytes)))
+            rows.append(("container limit", format_mib(plan.container_bytes)))
     bars += [None] * (len(rows) - len(bars))
     yield from table_lines(surface, ("memory", "size"), rows, bars=bars)
 
@@ -566,7 +590,9 @@ def _verdict(surface: Surface, plan: Plan) -> str:
     """Write the verdict in one line."""
     worst = find_worst_check(plan, strict=False)
     if worst is not None:
-        start, end = f"Does not fit: {_figures(worst)} (", f"). {_largest(plan)}"
+        is_short = 0 < (plan.max_ctx or 0) < min(plan.min_ctx, plan.ctx or 0)
+        least = f" with a context of {plan.ctx:,}" if is_short else ""
+        start, end = f"Does not fit{least}: {_figures(worst)} (", f"). {_largest(plan)}"
         name = shorten(escape(worst.name), surface.width - len(start) - len(end))
         return start + name + end
     if plan.verdict == "at least":
@@ -582,7 +608,8 @@ def _verdict(surface: Surface, plan: Plan) -> str:
         there = sum(row.nbytes for row in plan.rows if row.category.startswith("weights"))
         streams = [f"{_of(there, plan.reading.whole_bytes)} in RAM", _per_second(plan.reading)]
         return f"Streams: {', '.join(filter(None, streams))}. {_largest(plan)}"
-    fits = [_of(plan.total_bytes - plan.unread_bytes, plan.available_bytes)]
+    needed = plan.total_bytes - plan.unread_bytes + plan.process_bytes
+    fits = [_of(needed, plan.available_bytes)]
     is_computed = plan.engine == "unimem" or any(row.category == "compute" for row in plan.rows)
     fits += [] if is_computed else ["compute buffers not counted"]
     devices = {row.device for row in plan.rows}
@@ -633,6 +660,9 @@ def _html(plan: Plan) -> Html:
     sums = [("total", size(plan.total_bytes), "")]
     if plan.required_bytes < plan.total_bytes:
         sums.append(("must stay in RAM", size(plan.required_bytes), ""))
+    if plan.container_bytes is not None:
+        sums.append(("beside the model", size(plan.process_bytes), ""))
+        sums.append(("container limit", size(plan.container_bytes), ""))
     checks = [
         (
             check.name,
