@@ -38,7 +38,7 @@ N_EXAMPLES = {
     "docs/for-authors.md": 6,
     "docs/for-benchmarkers.md": 0,
     "docs/for-operators.md": 0,
-    "docs/kv.md": 3,
+    "docs/kv.md": 4,
     "docs/measure.md": 1,
     "docs/paged.md": 1,
     "docs/placement.md": 4,
@@ -140,6 +140,16 @@ def test_commands_run(name: str, environment: dict[str, str], tmp_path: Path) ->
     assert "Traceback" not in err
     assert left == []
     assert [line for line in lines if not re.search(f"^{line}$", out, re.M)] == []
+
+
+@pytest.mark.slow  # compiles what Cython writes
+def test_the_cython_module_is_built_by_its_lines(tmp_path: Path) -> None:
+    pytest.importorskip("Cython", reason="Cython is of the extra `test`")
+    name = "docs/for-authors.md"
+    (tmp_path / "scale.pyx").write_text(blocks(name, "cython")[0])
+    env = os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
+    (lines,) = [text for text in blocks(name, "sh") if "scale.pyx" in text]
+    subprocess.run(["bash", "-eu", "-c", lines], cwd=tmp_path, env=env, check=True)
 
 
 @pytest.mark.slow  # installs two environments, as a newcomer does
