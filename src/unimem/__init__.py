@@ -16,6 +16,7 @@ from unimem._core.library import get_include, get_library
 from unimem._core.tape import Tape
 from unimem.accounting.measure import Measured, measure
 from unimem.accounting.report import Report, report
+from unimem.base.distributions import warn_of_namesake as _warn_of_namesake
 from unimem.buffers.buffer_plan import BufferPlan, BufferUse
 from unimem.buffers.decode_buffers import DecodeBuffers, ForwardScratch
 from unimem.errors import (
@@ -108,3 +109,4 @@ __all__ = [
 ]
 
 __version__ = _status.VERSION
+_warn_of_namesake()

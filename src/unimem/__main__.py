@@ -1,13 +1,17 @@
-"""`python -m unimem --cflags --libs`: the options of a build with the C library."""
+"""`python -m unimem`: the command `unimem`, and the options of a build with the C library.
+
+``python -m unimem --cflags --libs`` prints these.
+"""
 
 from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 from pathlib import Path
 
+import unimem_command
 from unimem._core.library import get_include, get_library
-from unimem._core.status import VERSION
 
 
 def _flags() -> dict[str, tuple[str, str]]:
@@ -23,22 +27,25 @@ def _flags() -> dict[str, tuple[str, str]]:
     }
 
 
-def main() -> None:
-    """Print the requested values in one line."""
-    flags = _flags()
-    parser = argparse.ArgumentParser(
-        prog="python -m unimem",
-        description="What a build in C, C++ or Cython needs to know. The command line is 'unimem'.",
-        allow_abbrev=False,
-    )
-    for name, (_, text) in flags.items():
-        parser.add_argument(f"--{name}", action="append_const", dest="asked", const=name, help=text)
-    parser.add_argument("--version", action="version", version=VERSION)
-    asked = parser.parse_args().asked
-    if not asked:
-        parser.error(f"expected at least one of {', '.join(f'--{name}' for name in flags)}")
-    print(*(flags[name][0] for name in asked))
+def main() -> int:
+    """Run the command line, or print the requested values of a build in one line.
+
+    Returns
+    -------
+    int
+        The exit code.
+    """
+    flags, words = _flags(), sys.argv[1:]
+    if words[:1] and words[0].removeprefix("--") in flags:
+        parser = argparse.ArgumentParser(prog="python -m unimem", allow_abbrev=False)
+        for name, (_, text) in flags.items():
+            parser.add_argument(
+                f"--{name}", action="append_const", dest="asked", const=name, help=text
+            )
+        print(*(flags[name][0] for name in parser.parse_args().asked))
+        return 0
+    return unimem_command.main()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

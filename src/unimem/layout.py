@@ -94,7 +94,8 @@ class Lifetimes(Generic[TapeT]):
         self._owns_weights = not isinstance(weights, Weights)
         made: list[TapeT] = []
         try:
-            self.weights: TapeT | Weights
+            # A tape or weights; a union would let callers use only what both have.
+            self.weights: Any
             if isinstance(weights, Weights):
                 self.weights = weights
             else:

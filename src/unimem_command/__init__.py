@@ -34,8 +34,17 @@ def main() -> int:
     if is_ours:
         # Half an import leaves nothing behind, and modules may replace an exception by another.
         signal.signal(signal.SIGINT, lambda *_: os._exit(_INTERRUPTED))
-    from unimem.cli import main as run
-
+    try:
+        from unimem.cli import main as run
+    except ModuleNotFoundError as error:
+        if error.name != "unimem.cli":
+            raise
+        print(
+            "unimem: the package 'unimem' that Python finds is another project's. This command is "
+            "of unimem-llm: 'pip uninstall unimem', and install unimem-llm again",
+            file=sys.stderr,
+        )
+        return 1
     try:
         if is_ours:
             signal.signal(signal.SIGINT, signal.default_int_handler)

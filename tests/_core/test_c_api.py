@@ -149,11 +149,17 @@ def test_flags_are_all_that_a_compiler_needs(tmp_path: Path) -> None:
     assert flags("prefix") == str(Path(um.get_include()).parent)
 
 
-def test_flags_are_asked_for() -> None:
-    command = [sys.executable, "-m", "unimem"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "expected at least one of --prefix, --cflags, --libs, --cmake-dir" in done.stderr
+def test_the_module_is_the_command() -> None:
+    def runs(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "unimem", *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert runs("--version").stdout.startswith("unimem 0.")
+    assert "Usage: unimem" in runs("--help").stdout
+    assert runs("plan", "/nowhere").returncode == 1
+    done = runs("--cflags", "--other")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "unrecognized arguments: --other" in done.stderr
 
 
 def test_pkg_config_finds_the_package(tmp_path: Path) -> None:

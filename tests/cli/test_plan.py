@@ -16,6 +16,8 @@ import pytest
 
 import unimem as um
 from support.files import gguf_files as g
+from support.files.safetensors_files import marked
+from support.models.family_models import FAMILIES, write_family
 from support.project.documents import check_document
 from support.terminal.html_pages import HtmlPage
 from support.terminal.screens import CONTROL, HOSTILE, run_anew, show, show_on_terminal
@@ -79,7 +81,7 @@ CODES = {"fits": 0, "streams": 0, "reads from disk": 4, "does not fit": 3}
 PAGE = """\
 Fits: 4.1 of 15.0 GiB. Largest context 22k.
 
-model     Mistral 7B: llama, GGUF for unimem
+model     Mistral 7B: llama, GGUF for unimem: unimem run runs it
 file      some/mistral.gguf
 context   4,096 tokens (model's own: 32,768, fits: 22,528), KV f16, 4 threads
 load      map: a mapping shares the page cache
@@ -404,3 +406,18 @@ def test_on_a_terminal() -> None:
     assert "\x1b[1mmemory" in screen.out
     assert screen.widest <= 80
     assert len(screen.lines) <= 24
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    ("{llama}", "llama, GGUF for unimem: unimem run runs it"),
+    ("{llama} --engine llama.cpp", "run llama-server runs it; unimem run does, too"),
+    ("{gemma2}", "run llama-server runs it; unimem run does not"),
+    ("{tensors}", "run transformers and vLLM run it; unimem run does not"),
+])  # fmt: skip
+def test_a_line_says_what_runs_the_file(words: str, said: str, tmp_path: Path) -> None:
+    files = {"llama": embedded_model(), "tensors": tmp_path / "m.safetensors"}
+    files["gemma2"] = write_family(tmp_path / "gemma2.gguf", FAMILIES["gemma2"])
+    header = "{'a':{'dtype':'F32','shape':[2],'data_offsets':[0,8]}}^"
+    files["tensors"].write_bytes(marked(header, 8)[0])
+    lines = [" ".join(line.split()) for line in show("plan", *words.format(**files).split()).lines]
+    assert [line for line in lines if line.endswith(said)], lines

@@ -399,31 +399,6 @@ def test_a_chat_continues_without_starting_over(tmp_path: Path, session: Path) -
 
 
 @pytest.mark.filterwarnings("always::unimem.PlacementWarning")
-@pytest.mark.parametrize(("words", "said"), [
-    ("--pages 2m", "hugetlb pool of 2m pages has 0 B of"),
-    ("--numa bind:99", "node 99 has 0 B of"),
-    ("--pages 2m --numa bind:99 --window 100", "not as asked for: hugetlb pool"),
-    ("--pages thp --load map", "pages='thp'"),
-])  # fmt: skip
-def test_a_fallback_is_one_line_and_cuts_nothing(monkeypatch: Patch, words: str, said: str) -> None:
-    monkeypatch.setattr(limits, "huge_pools", dict)
-    screen = run(*words.split(), "-n", "1", "--json")
-    (line,) = screen.err.splitlines()
-    assert line.startswith("unimem: warning: ")
-    assert line.endswith(" (--verbose says more)")
-    assert len(line) <= 120
-    assert said in line
-    document = json.loads(screen.out)
-    assert (screen.code, document["options"]["ctx"], document["plan"]["verdict"]) == (
-        0, 512, "fits",
-    )  # fmt: skip
-    verbose = run(*words.split(), "-n", "1", "--json", "--verbose")
-    assert verbose.code == 0
-    assert "--verbose" not in verbose.err
-    assert len(verbose.err) > len(screen.err)
-
-
-@pytest.mark.filterwarnings("always::unimem.PlacementWarning")
 def test_a_run_reads_as_much_from_disk_as_planned(monkeypatch: Patch) -> None:
     plan = um.plan(embedded_model(), ctx=100, threads=1)
     room = plan.total_bytes - plan["other"].nbytes - (256 << 10)  # the header is copied by then

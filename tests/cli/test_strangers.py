@@ -105,7 +105,9 @@ USAGE = [
     (["run", "--seed", "-1"], 2, "'--seed'"),
     (["run", "--top-p", "0"], 2, "top_p: expected a number above 0"),
     (["run", "m.gguf", "more.gguf"], 2, "unexpected extra argument"),
-    (["run", "m.gguf", "--chat"], 2, "--chat needs a message"),
+    (["run", "m.gguf", "--chat", "--json"], 2, "--chat needs a message with --json"),
+    (["chat"], 2, "Missing argument 'MODEL.gguf'"),
+    (["chat", ""], 2, "expected the path of a model, got ''"),
     *(
         (["run", *words.split()], 2, words.split()[0])
         for words in (
@@ -198,6 +200,7 @@ RUNS = [
     (["run", "--ctx", "3", "-p", "Once upon a time", "--json"], 3, "context of 3"),
     (["run", "--ctx", "1"], 3, "a prompt of 5 tokens and 1 more do not fit in the context of 1"),
     (["run", "--chat", "-p", "Hello"], 1, "tokenizer.chat_template"),
+    (["run", "Once upon a time"], 1, "to begin a text with it: unimem run -p 'Once upon a time'"),
     (["run", "--resume", "none"], 1, "none: No such file or directory"),
     (["run", "--resume", "folder"], 1, "folder: Is a directory"),
     (["run", "--resume", "pipe"], 1, "pipe: Is not a regular file"),

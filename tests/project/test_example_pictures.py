@@ -48,6 +48,9 @@ def test_the_notebook_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert notebook["nbformat"] == 4
     shown = {type(value): HtmlPage(html) for value, html in run_cells(notebook)}
     assert capsys.readouterr().out.startswith(", there was")
+    outputs = [cell["outputs"] for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    kept = ["".join(one["data"]["text/html"]) for each in outputs for one in each if "data" in one]
+    assert [len(HtmlPage(html).tables) for html in kept] == [len(p.tables) for p in shown.values()]
     assert list(shown) == [um.Plan, um.Block, um.KVCache, um.Layout, um.Report]
     plan, block, cache, layout, report = shown.values()
     assert plan.text.startswith("Fits: ")

@@ -74,7 +74,7 @@ def check(folder: str) -> str:
         assert weights.metadata["general.architecture"] == "llama"
         assert len(weights.tensors) > 0
     sys.argv[1:] = ["--cflags", "--libs"]
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
         runpy.run_module("unimem", run_name="__main__")
     assert f"-I{um.get_include()} " in printed.getvalue(), printed.getvalue()
     assert (Path(um.get_include()) / "unimem.h").exists()

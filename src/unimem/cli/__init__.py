@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from unimem.base.text import escape
-from unimem.cli.exits import DOES_NOT_FIT, FAILED, INTERRUPTED, OK
+from unimem.cli.exits import DOES_NOT_FIT, FAILED, INTERRUPTED, OK, Ended
 
 if TYPE_CHECKING:
     import typer
@@ -68,7 +68,7 @@ def _signals_as_interrupts() -> Iterator[list[int]]:
         for each in ours:
             signal.signal(each, signal.SIG_IGN)  # a second one would end the clean-up
         received.append(number)
-        raise KeyboardInterrupt
+        raise Ended
 
     # Signals that are ignored (nohup) or handled are left alone.
     ours = [
@@ -112,6 +112,7 @@ def _app() -> typer.Typer:
     import typer
 
     from unimem.cli.cache import cache
+    from unimem.cli.chat import chat
     from unimem.cli.doctor import doctor
     from unimem.cli.exec import exec_
     from unimem.cli.inspect import inspect
@@ -131,7 +132,19 @@ def _app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )
     app.callback()(program)
-    for own in (run, plan, report, metrics, inspect, doctor, stage, cache, store, serve_slots):
+    for own in (
+        run,
+        chat,
+        plan,
+        report,
+        metrics,
+        inspect,
+        doctor,
+        stage,
+        cache,
+        store,
+        serve_slots,
+    ):
         app.command()(own)
     # Words behind the program's name belong to the program.
     app.command("exec", context_settings={"allow_interspersed_args": False})(exec_)

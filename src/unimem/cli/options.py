@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +19,9 @@ from unimem.system.policy import parse_numa
 from unimem.weights.loading import EngineLoad
 from unimem.weights.remote_files import is_url
 
+if TYPE_CHECKING:
+    from unimem.engine.sampling import Sampling
+
 __all__ = [
     "AsJson",
     "Ctx",
@@ -27,12 +31,19 @@ __all__ = [
     "NumaOfModel",
     "PageSize",
     "Rotate",
+    "SamplingSeed",
+    "Temperature",
     "Threads",
+    "TopK",
+    "TopP",
+    "Verbose",
+    "WeightsBudget",
     "Window",
     "check_numa",
     "check_window",
     "model_path",
     "number_parser",
+    "parse_sampling",
     "parse_tokens",
     "path_or_url",
     "value_option",
@@ -156,6 +167,28 @@ NumaOfModel = Annotated[
         "a copy of the model on each node. [default: none]",
     ),
 ]
+Temperature = Annotated[
+    float,
+    typer.Option(
+        min=0, metavar="X", help="0 takes the likeliest token each time; more adds chance."
+    ),
+]
+TopK = Annotated[
+    int, typer.Option(min=0, metavar="N", help="Choose among the N likeliest tokens; 0 for all.")
+]
+TopP = Annotated[
+    float,
+    typer.Option(
+        metavar="X", help="Of these, choose among the fewest whose probabilities sum up to X."
+    ),
+]
+SamplingSeed = Annotated[
+    int | None,
+    value_option("N", "Same seed, same text. [default: a new one each time]", "--seed", min=0),
+]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", help="Say in full what memory is not placed as asked for.")
+]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print one JSON document instead (see docs/cli.md).")
 ]
@@ -190,3 +223,15 @@ def model_path(text: str) -> Path:
 def path_or_url(text: str) -> Path | str:
     """Return the path of a model file, as `model_path`; a URL stays unchanged."""
     return text if is_url(text) else model_path(text)
+
+
+def parse_sampling(temperature: float, top_k: int, top_p: float, seed: int | None) -> Sampling:
+    """Make the checked options of sampling, with a seed of chance where one is needed."""
+    from unimem.engine.sampling import Sampling
+
+    if seed is None and temperature > 0:
+        seed = secrets.randbits(32)  # so that the run can be repeated
+    try:
+        return Sampling(temperature, top_k, top_p, seed)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import resource
-import secrets
 import shlex
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import typer
@@ -24,8 +20,17 @@ from unimem._core.status import counters
 from unimem.accounting.report import Report
 from unimem.accounting.report_text import memory_lines, pieces_text
 from unimem.base.atomic_file import NewFile
-from unimem.base.text import escape, fact_lines, format_bytes, format_count, shorten, table_lines
+from unimem.base.text import escape, fact_lines, format_bytes, format_count, table_lines
 from unimem.cli import terminal
+from unimem.cli.chat import converse
+from unimem.cli.loading import (
+    Fallbacks,
+    ModelOptions,
+    load_layout,
+    new_decoder,
+    read_tokenizer,
+    warm,
+)
 from unimem.cli.options import (
     AsJson,
     Ctx,
@@ -34,37 +39,33 @@ from unimem.cli.options import (
     NumaOfModel,
     PageSize,
     Rotate,
+    SamplingSeed,
+    Temperature,
     Threads,
+    TopK,
+    TopP,
+    Verbose,
     WeightsBudget,
     Window,
     check_numa,
-    check_window,
+    parse_sampling,
     parse_tokens,
     path_or_url,
     value_option,
 )
 from unimem.engine import embedded_model
-from unimem.errors import CacheFull, PlacementWarning
+from unimem.errors import CacheFull
 from unimem.governor import Governor
 from unimem.kv import snapshot
 from unimem.kv.store.store import KVStore
-from unimem.kv.types import kv_pair
-from unimem.layout import Layout
 from unimem.planning.plan import DEFAULT_CTX
-from unimem.planning.plan import plan as make_plan
 from unimem.planning.result import Plan
-from unimem.remote.client import is_url, shown
+from unimem.remote.client import shown
 from unimem.system.heap import warm_python_heap
-from unimem.system.placement import Pages
-from unimem.weights.loading import EngineLoad
-from unimem.weights.opened import Weights, warm_where_it_fits
-from unimem.weights.remote_files import open_files
-from unimem.weights.tensors import headers_of
 
 if TYPE_CHECKING:
     from unimem.engine import Decoder
     from unimem.engine.sampling import Sampling
-    from unimem.engine.text.tokenizer import Tokenizer
 
 __all__ = ["SCHEMA", "run"]
 
@@ -76,7 +77,6 @@ DEFAULT_TOKENS = 256  # a whole story of the model in the package
 WARM_UP = 8
 
 _WIDTH = 80
-_LAYOUT_OPTIONS = "ctx kv_dtype window threads load weights_budget pages numa".split()
 
 Stop = Literal["length", "end", "interrupted"]
 _STOPS = {"length": "the limit", "end": "ended by the model", "interrupted": "interrupted"}
@@ -98,19 +98,10 @@ class Costs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(ModelOptions):
     """The options of a run."""
 
     embedded: bool
-    ctx: int | None
-    threads: int | None
-    kv_dtype: str
-    rotate: bool | None
-    window: int | None
-    load: EngineLoad
-    weights_budget: str | None
-    pages: Pages
-    numa: str | None
     governed: bool
     chat: bool
     resume: Path | None
@@ -212,28 +203,17 @@ def run(
         ),
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Write the prompt as the model's chat template says.")
+        bool,
+        typer.Option(
+            "--chat",
+            help="Write the prompt as the model's chat template says; without a prompt, begin a "
+            "conversation, as `unimem chat` does.",
+        ),
     ] = False,
-    temperature: Annotated[
-        float,
-        typer.Option(
-            min=0, metavar="X", help="0 takes the likeliest token each time; more adds chance."
-        ),
-    ] = 0.0,
-    top_k: Annotated[
-        int,
-        typer.Option(min=0, metavar="N", help="Choose among the N likeliest tokens; 0 for all."),
-    ] = 40,
-    top_p: Annotated[
-        float,
-        typer.Option(
-            metavar="X", help="Of these, choose among the fewest whose probabilities sum up to X."
-        ),
-    ] = 1.0,
-    seed: Annotated[
-        int | None,
-        value_option("N", "Same seed, same text. [default: a new one each time]", min=0),
-    ] = None,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 40,
+    top_p: TopP = 1.0,
+    seed: SamplingSeed = None,
     load: LoadMode = "auto",
     weights_budget: WeightsBudget = None,
     pages: PageSize = "auto",
@@ -242,9 +222,7 @@ def run(
         bool,
         typer.Option("--governed", help="When memory gets short, give back what no token needs."),
     ] = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="Say in full what memory is not placed as asked for.")
-    ] = False,
+    verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
     """Generate text; show where memory goes and what a token costs."""
@@ -265,51 +243,68 @@ def run(
         resume=resume,
         save_session=save_session,
         store=store,
-        sampling=_sampling(temperature, top_k, top_p, seed),
+        sampling=parse_sampling(temperature, top_k, top_p, seed),
     )
     if prompt is None and model is None and resume is None:
         prompt = DEFAULT_PROMPT
-    _check_usage(prompt, options)
+    _check_usage(prompt, options, as_json=as_json, has_limit=tokens is not None)
     path = embedded_model() if model is None else path_or_url(model)
     started = time.perf_counter()
     not_saved: BaseException | None = None
-    tokenizer = _check(path, options)
+    if chat and prompt is None:
+        converse(path, options, options.sampling, verbose=verbose)
+        return
+    try:
+        tokenizer = read_tokenizer(path, options)
+    except FileNotFoundError as error:
+        if "/" not in str(path) and not str(path).endswith(".gguf"):
+            error.add_note(f"to begin a text with it: unimem run -p {shlex.quote(str(path))}")
+        raise
     with (
         Fallbacks(verbose=verbose) as fallbacks,
         # RAM of the store would end with this process; the page cache stays.
         nullcontext() if store is None else KVStore(store, ram_bytes=0) as prefixes,
-        _load(path, options) as layout,
+        load_layout(path, options) as layout,
+        new_decoder(layout, options, tokenizer, prefixes) as decoder,
+        _governing(decoder, options) as governor,
     ):
-        weights, plan = layout.weights, layout.plan
-        assert isinstance(weights, Weights)
-        assert plan is not None  # for_model made both
-        with (
-            _new_decoder(weights, layout, plan, options, prefixes, tokenizer) as decoder,
-            _governing(decoder, options) as governor,
-        ):
-            talk = _talk(decoder, prompt or "", options, tokens)
-            _warm(weights, plan)  # last: errors are reported at once
-            fallbacks.show(plan)
-            talk.load_seconds = time.perf_counter() - started
-            if resume is not None:
-                _resume(decoder, talk, resume)
-            _generate(decoder, talk, options, quiet=as_json)
-            if save_session is not None and not decoder.kv.is_empty:
-                try:
-                    _save(decoder, talk, save_session)
-                except (OSError, MemoryError, KeyboardInterrupt) as error:
-                    not_saved = error  # the text is shown all the same
-            _tell(decoder, plan, talk, options, governor, as_json=as_json)
-            if isinstance(not_saved, Exception):
-                raise not_saved
-            if not_saved is not None or talk.stop == "interrupted":
-                raise typer.Exit(130)  # here, so that nothing has to be waited for
+        talk = _talk(decoder, prompt or "", options, tokens)
+        plan = layout.plan
+        assert plan is not None  # for_model made it
+        warm(decoder, plan)  # last: errors are reported at once
+        fallbacks.show(plan)
+        talk.load_seconds = time.perf_counter() - started
+        if resume is not None:
+            _resume(decoder, talk, resume)
+        _generate(decoder, talk, options, quiet=as_json)
+        if save_session is not None and not decoder.kv.is_empty:
+            try:
+                _save(decoder, talk, save_session)
+            except (OSError, MemoryError, KeyboardInterrupt) as error:
+                not_saved = error  # the text is shown all the same
+        _tell(decoder, plan, talk, options, governor, as_json=as_json)
+        if isinstance(not_saved, Exception):
+            raise not_saved
+        if not_saved is not None or talk.stop == "interrupted":
+            raise typer.Exit(130)  # here, so that nothing has to be waited for
 
 
-def _check_usage(prompt: str | None, options: Options) -> None:
+def _check_usage(prompt: str | None, options: Options, *, as_json: bool, has_limit: bool) -> None:
     """Refuse options that are wrong whatever the model is."""
     if options.chat and prompt is None:
-        raise typer.BadParameter("--chat needs a message: give it with -p")
+        others = {
+            "--governed": options.governed,
+            "--json": as_json,
+            "--resume": options.resume is not None,
+            "--save-session": options.save_session is not None,
+            "--store": options.store is not None,
+            "--tokens": has_limit,
+        }
+        if asked := ", ".join(name for name, is_asked in others.items() if is_asked):
+            raise typer.BadParameter(
+                f"--chat needs a message with {asked}: give it with -p, or leave them out and "
+                "begin a conversation, which has /save and /resume"
+            )
     for option, path, what in (
         ("--save-session", options.save_session, "a file"),
         ("--store", options.store, "a folder"),
@@ -325,17 +320,6 @@ def _check_usage(prompt: str | None, options: Options) -> None:
         NewFile(options.save_session).close()
 
 
-def _sampling(temperature: float, top_k: int, top_p: float, seed: int | None) -> Sampling:
-    from unimem.engine.sampling import Sampling
-
-    if seed is None and temperature > 0:
-        seed = secrets.randbits(32)  # so that the run can be repeated
-    try:
-        return Sampling(temperature, top_k, top_p, seed)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
 def _resume(decoder: Decoder, talk: Talk, path: Path) -> None:
     start = time.perf_counter()
     decoder.resume(path)
@@ -347,57 +331,6 @@ def _save(decoder: Decoder, talk: Talk, path: str) -> None:
     decoder.save_session(path)
     talk.save_seconds = time.perf_counter() - start
     talk.n_saved = decoder.kv.seq_len
-
-
-def _check(path: Path | str, options: Options) -> Tokenizer:
-    """Return the model's tokenizer; refuse what the engine does not run before data is read."""
-    from unimem.engine.model import Model, UnsupportedModel
-    from unimem.engine.text.tokenizer import Tokenizer
-
-    with open_files(path) as files:
-        contents = headers_of(files)
-        try:
-            model = Model.from_weights(contents)
-        except UnsupportedModel as error:
-            for line in other_ways(path, options.ctx, options.kv_dtype):
-                error.add_note(line)
-            raise
-        model.rotates(options.rotate, *kv_pair(options.kv_dtype))  # or it raises
-        return Tokenizer.from_metadata(contents.metadata)
-
-
-def _load(path: Path | str, options: Options) -> Layout:
-    """Make the layout, and read the model into memory of its own, or map it."""
-    asked = {name: getattr(options, name) for name in _LAYOUT_OPTIONS}
-    with terminal.updates("loading") as progress, check_window():
-        return Layout.for_model(path, progress=progress, **asked)
-
-
-def _new_decoder(
-    weights: Weights,
-    layout: Layout,
-    plan: Plan,
-    options: Options,
-    store: KVStore | None,
-    tokenizer: Tokenizer,
-) -> Decoder:
-    """Make the decoder, which repacks the model if the plan says so."""
-    from unimem.engine import Decoder
-
-    with terminal.updates("loading") as progress:
-        decoder = Decoder(
-            weights,
-            ctx=plan.ctx,
-            kv_dtype=plan.kv_dtype,
-            rotate=options.rotate,
-            window=plan.window,
-            threads=options.threads,  # None lets the decoder take fewer than planned
-            layout=layout,
-            store=store,
-            progress=progress,
-        )
-    decoder._tokenizer = tokenizer
-    return decoder
 
 
 @contextmanager
@@ -412,13 +345,6 @@ def _governing(decoder: Decoder, options: Options) -> Iterator[Governor | None]:
             governor.add(decoder.weights)
         governor.start()
         yield governor
-
-
-def _warm(weights: Weights, plan: Plan) -> None:
-    """Read a mapped model that fits into RAM, so that no token waits for its pages."""
-    if plan.load == "map":
-        with terminal.updates("loading") as progress:
-            warm_where_it_fits(weights, plan.threads, progress)
 
 
 def _talk(decoder: Decoder, prompt: str, options: Options, n: int | None) -> Talk:
@@ -715,115 +641,3 @@ def _session(talk: Talk, options: Options) -> dict[str, Any] | None:
 
 def _rate(n: int, seconds: float) -> float | None:
     return n / seconds if seconds else None
-
-
-# ---- requests that are not met, and models that are not supported --------------------------------
-
-_COLUMNS = 120
-_BEFORE, _BEHIND = "unimem: warning: ", " (--verbose says more)"
-# An unmet option in the text of a warning.
-_OPTION = re.compile(r"\b(?:pages|numa|lock)=(?:'[^']*'|True)")
-_NO_CACHE = "the KV cache: "
-
-
-class Fallbacks:
-    """A context that holds warnings of placement back, to show them as one line.
-
-    Parameters
-    ----------
-    verbose : bool
-        Whether each is shown at once instead.
-    """
-
-    def __init__(self, *, verbose: bool) -> None:
-        self._verbose = verbose
-        self._held: list[str] = []
-        self._before: Any = None
-
-    def __enter__(self) -> Self:
-        if not self._verbose:
-            self._before, warnings.showwarning = warnings.showwarning, self._hold
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            warnings.showwarning, self._before = self._before, None
-
-    def _hold(self, message: Any, category: type[Warning], *where: Any, **more: Any) -> None:
-        if issubclass(category, PlacementWarning):
-            self._held.append(str(message))
-        else:
-            self._before(message, category, *where, **more)
-
-    def show(self, plan: Plan) -> None:
-        """Show what was held back and what the plan foresees, and hold nothing from now on."""
-        self.__exit__()
-        if self._held or (plan.verdict == "reads from disk" and not self._verbose):
-            warnings.showwarning(
-                PlacementWarning(_fallback_line(plan, self._held)), PlacementWarning, "", 0
-            )
-
-
-def _fallback_line(plan: Plan, held: list[str]) -> str:
-    """Name the limits that the plan foresaw, or else the options in the warnings."""
-    missed = [
-        f"{check.name} has {format_bytes(check.available_bytes)} of "
-        f"{format_bytes(check.needed_bytes)}"
-        for check in plan.checks
-        if not (check.fits or check.is_hard)
-    ]
-    reads = plan.verdict == "reads from disk"
-    if not (missed or reads):
-        missed = list(dict.fromkeys(_OPTION.findall(" ".join(held))))
-    parts = [f"not as asked for: {', '.join(missed)}"] if missed else []
-    if reads:
-        again = format_bytes(plan.spilled_bytes)
-        parts.insert(0, f"{again} of the model are read from disk with every token")
-    text = "; ".join(parts) or held[0].partition(": ")[0]
-    return shorten(text, _COLUMNS - len(_BEFORE) - len(_BEHIND)) + _BEHIND
-
-
-def other_ways(path: Path | str, ctx: int | None, kv_dtype: str) -> list[str]:
-    """List what unimem does for a model of any architecture, in lines with whole commands.
-
-    Parameters
-    ----------
-    path : Path or str
-        The model, or its URL.
-    ctx, kv_dtype
-        The options of the run.
-    """
-    options = ([] if ctx is None else ["--ctx", str(ctx)]) + (
-        [] if kv_dtype == "f16" else ["--kv-dtype", kv_dtype]
-    )
-    name = shown(path) if isinstance(path, str) and is_url(path) else os.fspath(path)
-    file = shlex.quote(name)
-    staged, run = f"unimem stage {file}", "unimem exec -- COMMAND"
-    if name.endswith(".gguf"):
-        staged = f'llama-server -m "$({staged})"'
-        run = f"unimem exec -- llama-server -m {file}"
-    ways = [
-        (_planned(path, ctx, kv_dtype), shlex.join(["unimem", "plan", name, *options])),
-        ("stage it once in shared memory, for all processes that open its path", staged),
-    ]
-    if not is_url(name):  # other runtimes do not read URLs
-        ways.append(("run that runtime with its large allocations in huge pages", run))
-    lines = ["what unimem does for this file, which another runtime computes:"]
-    for what, command in ways:
-        lines += [f"- {what}:", f"    {command}"]
-    return lines
-
-
-def _planned(path: Path | str, ctx: int | None, kv_dtype: str) -> str:
-    """Summarize the model's plan."""
-    try:
-        made = make_plan(path, ctx=ctx, kv_dtype=kv_dtype)
-    except (ValueError, OSError) as error:
-        return f"plan it: {error!s:.200}"
-    found = f"plan it: {format_bytes(made.total_bytes)}"
-    unknown = next((text for text in made.unknown if text.startswith(_NO_CACHE)), None)
-    if unknown is not None:
-        return f"{found} without its KV cache, since {unknown.removeprefix(_NO_CACHE)}"
-    tokens = format_count(made.ctx or 0, "token")
-    kv = sum(row.nbytes for row in made.rows if row.category == "kv")
-    return f"{found}, with {format_bytes(kv)} for the KV cache of {tokens}"

@@ -27,6 +27,7 @@ from unimem.base.text import (
 )
 from unimem.errors import CapacityError
 from unimem.kv.layer_specs import Layer, LayerKV, LayerState
+from unimem.models.dims import ARCHITECTURES
 from unimem.models.families import KeptLayer, KeptState, in_words
 from unimem.planning.llama_cpp import NO_COMPUTE, Engine
 from unimem.planning.needs import Mode
@@ -467,6 +468,7 @@ def _facts(plan: Plan, path: str) -> dict[str, str]:
         known.get("architecture") or "architecture unknown",
         f"GGUF for {plan.engine}" if is_gguf else known.get("format"),
     )
+    runs = is_gguf and not plan.no_tokenizer and known.get("architecture") in ARCHITECTURES
     tokens = "unknown" if plan.ctx is None else format_count(plan.ctx, "token")
     notes = []
     if plan.model_ctx:
@@ -483,9 +485,16 @@ def _facts(plan: Plan, path: str) -> dict[str, str]:
         cache.append(f"{n} slots {'with a part each' if divided else 'that share it'}")
     cache += [format_count(plan.sessions, "session")] if plan.sessions > 1 else []
     name, kind = known.get("name") or PurePath(path).stem, ", ".join(filter(None, what))
+    if plan.engine == "unimem" and runs:
+        kind, runner = f"{kind}: unimem run runs it", ""
+    elif is_gguf:
+        runner = f"llama-server runs it; unimem run {'does, too' if runs else 'does not'}"
+    else:
+        runner = "transformers and vLLM run it; unimem run does not"
     facts = {
         "model": f"{name}: {kind}" if name else kind,
         "file": path,
+        "run": runner,
         "read": _fetched(known),
         "context": ", ".join([*cache, format_count(plan.threads, "thread")]),
         "layers": in_words(plan.layers),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from unimem.base.distributions import NAMESAKE, other_distributions
 from unimem.base.text import format_bytes, format_count
 from unimem.system.machine import Finding, MachineFacts
 
@@ -33,6 +34,16 @@ def judge(machine: MachineFacts) -> tuple[Finding, ...]:
     """Judge the facts of a machine, the greatest effect first, and optional findings last."""
     found = [finding for rule in _RULES for finding in rule(machine)]
     return tuple(sorted(found, key=lambda finding: finding.is_optional))
+
+
+def _names(_: MachineFacts) -> Iterator[Finding]:
+    for name in other_distributions():
+        yield Finding(
+            f"the distribution {name} brings a package 'unimem', too",
+            f"{NAMESAKE[0].upper()}{NAMESAKE[1:]}.",
+            f"pip uninstall {name}",
+            "'import unimem' and the command are this package's",
+        )
 
 
 def _cgroup_memory(machine: MachineFacts) -> Iterator[Finding]:
@@ -348,6 +359,7 @@ def _pools(machine: MachineFacts) -> Iterator[Finding]:
 
 # First what makes a process fail, then what slows every token, then what slows some.
 _RULES = (
+    _names,
     _cgroup_memory,
     _overcommit,
     _thp,
