@@ -273,6 +273,12 @@ def placed(run: Runs) -> dict[str, Any]:
     }
 
 
+PARTS = (
+    ("put, restart, damage, room for 7 of 18 chunks, other weights, two workers", nine),
+    ("with and without unimem exec", placed),
+)
+
+
 def main(env: Path, record: Path | None) -> None:
     """Build the environment, run everything, and write the record."""
     import vllm_env
@@ -290,18 +296,18 @@ def main(env: Path, record: Path | None) -> None:
             version = f"vLLM {vllm_env.NEWER}, kernels of {vllm_env.KERNELS}"
         sys.stdout.write(f"{version}\n")
         with tempfile.TemporaryDirectory(dir=env) as name:
-            run, result = Runs(env, Path(name), newer=newer), "passed"
+            run = Runs(env, Path(name), newer=newer)
             for model in ("smollm2", "small"):
                 run.call(model, model)
-            try:
-                figures[version] = nine(run) | ({} if newer else placed(run))
-            except PromiseError as error:
-                sys.stdout.write(f"FAILED: {error}\n")
-                result = f"failed: {str(error).splitlines()[0]:.200}"
-        what = "put, restart, damage, room for 7 of 18 chunks, other weights, two workers"
-        what += "" if newer else ", unimem exec"
-        row = {"version": version, "ran": "real engine", "what": what}
-        rows.append(row | {"date": datetime.now(UTC).date().isoformat(), "result": result})
+            for what, part in PARTS[: 1 if newer else 2]:
+                result = "passed"
+                try:
+                    figures |= {f"{key}, {version}": each for key, each in part(run).items()}
+                except PromiseError as error:
+                    sys.stdout.write(f"FAILED: {error}\n")
+                    result = f"failed: {str(error).splitlines()[0]:.200}"
+                row = {"version": version, "ran": "real engine", "what": what}
+                rows.append(row | {"date": datetime.now(UTC).date().isoformat(), "result": result})
     if record is not None:
         door = {"door": "vLLM", "module": "unimem.vllm", "command": "make test-vllm"}
         commit = f"{version_of('unimem-llm')} ({short_commit()})"
