@@ -31,6 +31,7 @@ import numpy as np
 import llama_server
 import real_models
 import unimem as um
+from recorded import short_commit
 from unimem.engine.text.tokenizer import Tokenizer
 from unimem.errors import FormatError
 from unimem.llama_cpp import LlamaPrefixes, kv_to_state, state_to_kv
@@ -351,6 +352,39 @@ def _refusals(
     yield Row(*(*door, "another model's file", None, None, "refused", "the server runs" in said))
 
 
+def record(done: list[Row], skipped: list[str]) -> dict[str, Any]:
+    """Return what tools/doors.py shows of each door and version."""
+    rows, figures, today = [], {}, datetime.now(UTC).date().isoformat()
+    for name in skipped:
+        missed = {"version": name, "ran": "not run", "what": name, "date": today}
+        rows.append(missed | {"result": f"missed: without --{name}"})
+    for door in dict.fromkeys((row.door, row.version) for row in done):
+        own = [row for row in done if (row.door, row.version) == door]
+        failed = [row.run for row in own if not row.is_kept]
+        name, engine = door
+        rows.append(
+            {
+                "version": f"{name.strip('`')}: {engine}",
+                "ran": "real engine",
+                "what": "; ".join(row.run for row in own),
+                "date": today,
+                "result": f"failed: {'; '.join(failed)}" if failed else "passed",
+            }
+        )
+        for row in own:
+            if row.computed_s and row.restored_s:
+                times = round(row.computed_s / row.restored_s, 1)
+                figures[f"{name.strip('`')}, {row.run}: times as fast"] = times
+    return {
+        "door": "llama.cpp",
+        "module": "unimem.llama_cpp",
+        "command": "make llama-prefixes",
+        "unimem": f"{version('unimem-llm')} ({short_commit()})",
+        "rows": rows,
+        "figures": figures,
+    }
+
+
 def main() -> None:
     """Print the table, and exit with 1 if a promise is not kept or a door stayed closed."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -358,6 +392,7 @@ def main() -> None:
     parser.add_argument("--binding", help="a Python that has llama-cpp-python")
     parser.add_argument("--states", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--dir", type=Path, default=real_models.ROOT / "build/models")
+    parser.add_argument("--record", type=Path, help="the file of the doors' rows (tools/doors.py)")
     given = parser.parse_args()
     given.dir.mkdir(parents=True, exist_ok=True)
     model = real_models.fetch(NAME, real_models.FILES[NAME], given.dir)
@@ -366,7 +401,7 @@ def main() -> None:
     print(f"{datetime.now(UTC):%Y-%m-%d}, unimem {version('unimem-llm')}, {NAME}, 2 threads\n")
     print("| door | version | run | computed | restored | times | result |")
     print("|---|---|---|---|---|---|---|", flush=True)
-    failed = False
+    done: list[Row] = []
     doors = [by_states(model, tokenizer)] if given.states else []
     if given.binding:
         doors.append(by_binding(model, tokenizer, given.binding))
@@ -375,11 +410,14 @@ def main() -> None:
     for door in doors:
         for row in door:
             print(row, flush=True)
-            failed |= not row.is_kept
-    for option in ("binding", "llama"):
-        if not getattr(given, option):
-            print(f"SKIPPED: give --{option}", flush=True)
-            failed = True
+            done.append(row)
+    failed = not all(row.is_kept for row in done)
+    skipped = [option for option in ("states", "binding", "llama") if not getattr(given, option)]
+    for option in skipped:
+        print(f"SKIPPED: give --{option}", flush=True)
+    if given.record:
+        given.record.write_text(json.dumps(record(done, skipped), indent=1) + "\n")
+    failed |= bool(skipped)
     sys.exit(failed)
 
 

@@ -4,6 +4,8 @@
 
 The Python is that of tools/lmcache_env.py. Servers and engines are processes of their own; the
 engine is the client of LMCache's own benchmark, which stores from memory and retrieves into it.
+With ``--vllm FOLDER``, that of tools/vllm_env.py, real vLLM puts a prompt through LMCache, too, and
+finds it after both were started anew.
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from sysconfig import get_path
 from typing import Any
 
 import unimem
+import vllm_real
 
 CHUNK_TOKENS, N_CHUNKS, BLOCK = 64, 8, 16
 SHAPE = "(2,256,16,2,32):float16:2"  # 32 KiB a chunk
@@ -37,6 +41,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--dir", type=Path, default=Path("build/lmcache-run"))
     parser.add_argument("--record", type=Path)
+    parser.add_argument("--vllm", type=Path, help="the folder of tools/vllm_env.py")
     parser.add_argument("--engine", nargs=3, metavar=("PORT", "VERB", "SHAPE"))
     given = parser.parse_args()
     if given.engine:
@@ -46,6 +51,8 @@ def main() -> int:
     shutil.rmtree(given.dir, ignore_errors=True)
     given.dir.mkdir(parents=True)
     figures = steps(given.dir)
+    if given.vllm:
+        figures |= under_vllm(given.vllm.absolute(), given.dir.absolute())
     failed = [name for name, figure in figures.items() if figure["got"] != figure["expected"]]
     print(json.dumps(figures, indent=1))
     if given.record:
@@ -98,6 +105,27 @@ def steps(folder: Path) -> dict[str, dict[str, Any]]:
     room = 3 * (files[0].stat().st_size + (1 << 12)) + (1 << 15)
     step("small_budget_put", 0, "put", where=str(small), disk_bytes=room)
     step("small_budget", 3, "get", where=str(small), disk_bytes=room)
+    return figures
+
+
+def under_vllm(env: Path, folder: Path) -> dict[str, dict[str, Any]]:
+    """Return for vLLM's processes the chunks that were hit, and whether their text was right."""
+    (folder / "packages").mkdir()  # what vLLM's environment lacks
+    for name in ("lmcache", f"lmcache-{version('lmcache')}.dist-info", "sortedcontainers"):
+        (folder / "packages" / name).symlink_to(Path(get_path("purelib"), name))
+    run, n = vllm_real.Runs(env, folder, newer=False), vllm_real.PROMPT // CHUNK_TOKENS
+    run.call("small", "small")
+    reference, figures = run()["found"][0], {}
+    for name, hit in (("vllm_put", 0), ("vllm_restart", n)):
+        store = folder / "vllm-store"
+        with server(folder / f"{name}.log", {"where": str(store)}) as port:
+            found = run(lmcache=(port, str(folder / "packages")))["found"][0]
+            wait_for_chunks(store, n)
+        is_right = found["ids"] == reference["ids"]
+        figures[name] = {
+            "expected": [hit, True],
+            "got": [found["cached"] // CHUNK_TOKENS, is_right],
+        }
     return figures
 
 

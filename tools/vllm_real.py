@@ -31,7 +31,9 @@ CHUNK_BYTES = 2 * 2 * 2 * 32 * 4 * BLOCK  # layers, K and V, heads, dims of 4 by
 # What the folder of a store and a file in it take beside a chunk: docs/store.md.
 FOLDER_BYTES, FILE_BYTES = 16384, 12288
 KV_GIB = 2
+CLI = "import sys; from unimem.cli import main; sys.exit(main())"
 ROUNDING = 1e-4
+CONNECTOR: dict[str, Any] = {"kv_role": "kv_both"}
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
@@ -70,16 +72,8 @@ def make_models(folder: Path) -> None:
         LlamaForCausalLM(small).save_pretrained(folder / name)
 
 
-def work(
-    model: str, store: str, disk_bytes: int, workers: int, prompts: list[int], *, report: bool
-) -> Any:
-    """Complete prompts in this process, with a tier unless `store` is empty."""
-    if workers > 1:  # vLLM wants a NUMA node for each, unless it gets CPUs
-        cpus = sorted(os.sched_getaffinity(0))
-        each = (str(cpus[i % len(cpus)]) for i in range(workers))
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(each)
-    import vllm
-
+def through_tier(store: str, disk_bytes: int) -> dict[str, Any]:
+    """Describe vLLM's own offloading with unimem's tier."""
     tier = {"type": "KVStoreTier", "module_path": "unimem.vllm", "where": store}
     extra = {
         "spec_name": "CPUOffloading",
@@ -87,7 +81,40 @@ def work(
         "cpu_bytes_to_use": 1 << 28,
         "secondary_tiers": [tier | {"disk_bytes": disk_bytes}],
     }
-    connector = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    return CONNECTOR | {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
+
+
+def through_lmcache(port: int) -> dict[str, Any]:
+    """Describe the connector to LMCache's server at a port."""
+    extra = {"lmcache.mp.host": "tcp://localhost", "lmcache.mp.port": port}
+    return CONNECTOR | {"kv_connector": "LMCacheMPConnector", "kv_connector_extra_config": extra}
+
+
+def work(
+    model: str,
+    store: str,
+    disk_bytes: int,
+    workers: int,
+    prompts: list[int],
+    *,
+    report: bool,
+    lmcache: tuple[int, str] | None = None,
+) -> Any:
+    """Complete prompts in this process, with a tier unless `store` is empty.
+
+    `lmcache` is the port of LMCache's server, and a folder with its packages.
+    """
+    if workers > 1:  # vLLM wants a NUMA node for each, unless it gets CPUs
+        cpus = sorted(os.sched_getaffinity(0))
+        each = (str(cpus[i % len(cpus)]) for i in range(workers))
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(each)
+    import vllm
+
+    connector = through_tier(store, disk_bytes)
+    if lmcache is not None:
+        port, packages = lmcache
+        sys.path.append(packages)  # behind those of vLLM
+        connector = through_lmcache(port)
     engine = vllm.LLM(
         model,
         skip_tokenizer_init=True,
@@ -97,8 +124,9 @@ def work(
         max_model_len=2048,
         max_num_batched_tokens=512,
         tensor_parallel_size=workers,
-        distributed_executor_backend="uni" if workers == 1 else "mp",
-        kv_transfer_config=connector | {"kv_connector_extra_config": extra} if store else None,
+        # With LMCache in one process, vLLM stumbles over the llvmlite that it imports.
+        distributed_executor_backend="mp" if lmcache or workers > 1 else "uni",
+        kv_transfer_config=connector if store or lmcache else None,
     )
     sampling = vllm.SamplingParams(temperature=0, max_tokens=8, logprobs=1, detokenize=False)
     found, largest = [], None
@@ -119,7 +147,7 @@ def work(
             }
         )
     if report:
-        command = [sys.executable, "-m", "unimem", "report", str(os.getpid()), "--json"]
+        command = [sys.executable, "-c", CLI, "report", str(os.getpid()), "--json"]
         done = subprocess.run([*command, "--mappings"], capture_output=True, text=True, check=True)
         mappings = json.loads(done.stdout)["mappings"]
         placed = [each for each in mappings if each["category"] == "placed"]
@@ -151,12 +179,7 @@ class Runs:
 
     def __call__(self, *, before: tuple[str, ...] = (), **changes: Any) -> Any:
         """Run one process, and return what it found; the store lies in the folder."""
-        given: dict[str, Any] = {
-            "model": "small",
-            "store": "",
-            "disk_bytes": 1 << 30,
-            "workers": 1,
-        }
+        given: dict[str, Any] = {"model": "small", "store": "", "disk_bytes": 1 << 30, "workers": 1}
         given |= {"prompts": [PROMPT], "report": bool(before)} | changes
         for name in ("model", "store"):
             given[name] = given[name] and str(self.folder / given[name])
@@ -250,6 +273,12 @@ def placed(run: Runs) -> dict[str, Any]:
     }
 
 
+PARTS = (
+    ("put, restart, damage, room for 7 of 18 chunks, other weights, two workers", nine),
+    ("with and without unimem exec", placed),
+)
+
+
 def main(env: Path, record: Path | None) -> None:
     """Build the environment, run everything, and write the record."""
     import vllm_env
@@ -267,18 +296,18 @@ def main(env: Path, record: Path | None) -> None:
             version = f"vLLM {vllm_env.NEWER}, kernels of {vllm_env.KERNELS}"
         sys.stdout.write(f"{version}\n")
         with tempfile.TemporaryDirectory(dir=env) as name:
-            run, result = Runs(env, Path(name), newer=newer), "passed"
+            run = Runs(env, Path(name), newer=newer)
             for model in ("smollm2", "small"):
                 run.call(model, model)
-            try:
-                figures[version] = nine(run) | ({} if newer else placed(run))
-            except PromiseError as error:
-                sys.stdout.write(f"FAILED: {error}\n")
-                result = f"failed: {str(error).splitlines()[0]:.200}"
-        what = "put, restart, damage, room for 7 of 18 chunks, other weights, two workers"
-        what += "" if newer else ", unimem exec"
-        row = {"version": version, "ran": "real engine", "what": what}
-        rows.append(row | {"date": datetime.now(UTC).date().isoformat(), "result": result})
+            for what, part in PARTS[: 1 if newer else 2]:
+                result = "passed"
+                try:
+                    figures |= {f"{key}, {version}": each for key, each in part(run).items()}
+                except PromiseError as error:
+                    sys.stdout.write(f"FAILED: {error}\n")
+                    result = f"failed: {str(error).splitlines()[0]:.200}"
+                row = {"version": version, "ran": "real engine", "what": what}
+                rows.append(row | {"date": datetime.now(UTC).date().isoformat(), "result": result})
     if record is not None:
         door = {"door": "vLLM", "module": "unimem.vllm", "command": "make test-vllm"}
         commit = f"{version_of('unimem-llm')} ({short_commit()})"
