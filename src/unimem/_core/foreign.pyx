@@ -27,6 +27,9 @@ ctypedef int (*_FromObject)(void *, DLTensor *) noexcept
 # DLDeviceType of memory that the CPU reads.
 cdef tuple _HOST = (1, 3, 11, 13)  # CPU, CUDA host, ROCm host, CUDA managed
 
+cdef enum:
+    _COMPLEX = 5  # of DLDataTypeCode
+
 # NumPy's names of DLDataTypeCode; those of ml_dtypes follow from the code alone.
 cdef dict _NAMES = {0: "int", 1: "uint", 2: "float", 5: "complex"}
 cdef dict _OF_ML_DTYPES = {code: name for name, code in CODES.items()}
@@ -36,19 +39,24 @@ cdef dict _OF_ML_DTYPES = {code: name for name, code in CODES.items()}
 cdef object _memo = object()
 cdef object _last_kind = None
 cdef _FromObject _last_from_object = NULL
+cdef bint _last_is_lazy = False
 cdef int64_t _last_type = -1
 cdef object _last_dtype = None
 # An array without elements may have no address.
 cdef char _nowhere[64]
 
 
-cdef _FromObject _function_of(object kind) except? NULL:
-    """Return the function that describes objects of a type without a capsule, or NULL."""
-    global _last_kind, _last_from_object
+cdef _FromObject _function_of(object kind, bint *out_is_lazy) except? NULL:
+    """Return the function that describes objects of a type without a capsule, or NULL.
+
+    The type may negate or conjugate its objects lazily if `out_is_lazy` is set.
+    """
+    global _last_kind, _last_from_object, _last_is_lazy
     cdef DLPackExchangeAPI *api = NULL
     cdef _FromObject found = NULL
     with cython.critical_section(_memo):
         if kind is _last_kind:
+            out_is_lazy[0] = _last_is_lazy
             return _last_from_object
     capsule = getattr(kind, "__dlpack_c_exchange_api__", None)
     if PyCapsule_IsValid(capsule, "dlpack_exchange_api"):
@@ -57,8 +65,10 @@ cdef _FromObject _function_of(object kind) except? NULL:
         api = api.previous
     if api != NULL:
         found = api.tensor_from_object
+    out_is_lazy[0] = hasattr(kind, "is_neg")
     with cython.critical_section(_memo):
         _last_from_object = found
+        _last_is_lazy = out_is_lazy[0]
         _last_kind = kind
     return found
 
@@ -198,14 +208,17 @@ cdef cnp.ndarray array_of(object x, str what):
 
 cdef cnp.ndarray foreign_array(object x, str what):
     cdef DLTensor tensor
-    cdef _FromObject from_object = _function_of(type(x))
+    cdef bint is_lazy = False
+    cdef _FromObject from_object = _function_of(type(x), &is_lazy)
     if from_object == NULL:
         return target_of(x, what)
-    if _is_lazy(x):
-        x = x.resolve_conj().resolve_neg()
+    if is_lazy and x.is_neg():
+        x = x.resolve_neg()
     # No try: it would cost every call as much as finding the dtype.
     if from_object(<void *>x, &tensor) < 0:
         _refuse_unreadable(x, what)
+    if is_lazy and tensor.code == _COMPLEX and x.is_conj():
+        return foreign_array(x.resolve_conj(), what)
     return _array_over(&tensor, x, False, what)
 
 
