@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ import transformers
 
 import unimem as um
 from support.models import architectures
+from support.models import tiny_transformers as tiny
 from unimem.transformers import KVCache
+from unimem.transformers.layers import Group
+from unimem.transformers.states import StateLayer, TokensAndStates
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("gives_memory_back")]
 
@@ -87,3 +91,17 @@ def test_models_without_a_longest_text_or_with_two_widths_are_served(name: str) 
     expected = generated(model, transformers.DynamicCache(config=model.config))
     with KVCache.for_model(model) as cache:
         assert generated(model, cache) == expected
+
+
+@pytest.mark.parametrize("call", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_no_layer_is_copied_without_its_cache(call: Any) -> None:
+    """A copy would write to the memory of the original."""
+    owner = KVCache(tiny.config("llama"))
+    group = Group(None, owner._options)
+    for layer in (
+        owner.layers[0],
+        StateLayer(1, {}),
+        TokensAndStates(1, owner, group, group.add()),
+    ):
+        with pytest.raises(TypeError, match=f"{type(layer).__name__}: expected a copy of the cac"):
+            call(layer)

@@ -24,6 +24,9 @@ cnp.import_array()
 # DLDeviceType of memory that the CPU reads.
 cdef tuple _HOST = (1, 3, 11, 13)  # CPU, CUDA host, ROCm host, CUDA managed
 
+cdef enum:
+    _COMPLEX = 5  # of DLDataTypeCode
+
 # NumPy's names of DLDataTypeCode; those of ml_dtypes follow from the code alone.
 cdef dict _NAMES = {0: "int", 1: "uint", 2: "float", 5: "complex"}
 cdef dict _OF_ML_DTYPES = {code: name for name, code in CODES.items()}
@@ -33,26 +36,33 @@ cdef dict _OF_ML_DTYPES = {code: name for name, code in CODES.items()}
 cdef object _memo = object()
 cdef object _last_kind = None
 cdef DLPackExchangeAPI *_last_api = NULL
+cdef bint _last_is_lazy = False
 cdef int64_t _last_type = -1
 cdef object _last_dtype = None
 # An array without elements may have no address.
 cdef char _nowhere[64]
 
 
-cdef DLPackExchangeAPI *_functions_of(object kind) except? NULL:
-    """Return the functions that describe objects of a type without a capsule, or NULL."""
-    global _last_kind, _last_api
+cdef DLPackExchangeAPI *_functions_of(object kind, bint *out_is_lazy) except? NULL:
+    """Return the functions that describe objects of a type without a capsule, or NULL.
+
+    The type may negate or conjugate its objects lazily if `out_is_lazy` is set.
+    """
+    global _last_kind, _last_api, _last_is_lazy
     cdef DLPackExchangeAPI *api = NULL
     with cython.critical_section(_memo):
         if kind is _last_kind:
+            out_is_lazy[0] = _last_is_lazy
             return _last_api
     capsule = getattr(kind, "__dlpack_c_exchange_api__", None)
     if PyCapsule_IsValid(capsule, "dlpack_exchange_api"):
         api = <DLPackExchangeAPI *>PyCapsule_GetPointer(capsule, "dlpack_exchange_api")
     while api != NULL and (api.major != DLPACK_MAJOR or api.tensor_from_object == NULL):
         api = api.previous
+    out_is_lazy[0] = hasattr(kind, "is_neg")
     with cython.critical_section(_memo):
         _last_api = api
+        _last_is_lazy = out_is_lazy[0]
         _last_kind = kind
     return api
 
@@ -197,14 +207,17 @@ cdef cnp.ndarray foreign_array(object x, str what):
 
 
 cdef object described(DLTensor *out, void **stream, object x, str what):
-    cdef DLPackExchangeAPI *api = _functions_of(type(x))
+    cdef bint is_lazy = False
+    cdef DLPackExchangeAPI *api = _functions_of(type(x), &is_lazy)
     if api == NULL:
         return None
-    if _is_lazy(x):
-        x = x.resolve_conj().resolve_neg()
+    if is_lazy and x.is_neg():
+        x = x.resolve_neg()
     # No try: it would cost every call as much as finding the dtype.
     if api.tensor_from_object(<void *>x, out) < 0:
         _refuse_unreadable(x, what)
+    if is_lazy and out.code == _COMPLEX and x.is_conj():
+        return described(out, stream, x.resolve_conj(), what)
     if stream != NULL and api.current_stream != NULL:
         if api.current_stream(out.device_type, out.device_id, stream) < 0:
             _refuse_unreadable(x, what)

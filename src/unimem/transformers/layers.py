@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import ml_dtypes
 import numpy as np
@@ -24,7 +24,7 @@ from unimem.system import limits
 from unimem.transformers import operator
 from unimem.transformers.scratch import Scratch
 
-__all__ = ["CacheOptions", "Group", "Layer", "Prompt", "as_tensor"]
+__all__ = ["CacheOptions", "Group", "Layer", "Prompt", "as_tensor", "no_copy"]
 
 Tensors = tuple[torch.Tensor, torch.Tensor]
 Dims = tuple[int, int, int, int]
@@ -300,6 +300,9 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
         kind = "full" if window is None else f"window of {window}"
         return f"Layer({kind}, {self.length} tokens)"
 
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise no_copy(self)
+
     @property
     def length(self) -> int:
         """All tokens so far, also those that a window has dropped."""
@@ -572,6 +575,14 @@ def _fits(states: torch.Tensor, rows: torch.Tensor) -> bool:
     """Return whether tokens have the type and sizes of rows."""
     sizes: bool = states.shape[:2] == rows.shape[:2] and states.shape[3] == rows.shape[3]
     return sizes and bool(states.dtype == rows.dtype)
+
+
+def no_copy(layer: object) -> TypeError:
+    """Return the error for a copy or a pickle of a layer, which would write to the same memory."""
+    return TypeError(
+        f"{type(layer).__name__}: expected a copy of the cache, whose layers share memory, got one "
+        "of a layer: copy.copy(cache), or its save()"
+    )
 
 
 def _together(call: str) -> NotImplementedError:

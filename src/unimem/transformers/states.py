@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from unimem.kv.cache.cache import KVCache
 from unimem.kv.layer_specs import LayerState
-from unimem.transformers.layers import Group, Layer, as_tensor
+from unimem.transformers.layers import Group, Layer, as_tensor, no_copy
 
 __all__ = ["StateLayer", "TokensAndStates"]
 
@@ -33,6 +33,9 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         self._number = number_of_states
         self.caches: list[KVCache] = []
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise no_copy(self)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Make room for states like these."""
