@@ -8,7 +8,8 @@ import subprocess
 import sys
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 
 from support.kernel import known_state
 from support.kernel.huge_pages import sharing_the_pool
-from support.project import in_threads, tiers
+from support.project import in_threads, peaks, tiers
 from support.project.checkout import ROOT
 from unimem._core.status import device_ledger, ledger
 from unimem.accounting import published
@@ -101,6 +102,7 @@ def module_of(path: Path) -> str:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("unimem's own tests")
     group.addoption("--all", action="store_true", help="everything there is: make test-all")
+    group.addoption("--peaks", metavar="FILE", help="note tests that take much memory")
     group.addoption("--explore", action="store_true", help="random examples: tools/explore.py")
 
 
@@ -149,6 +151,13 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    file = item.config.getoption("--peaks")
+    with peaks.noted(item.nodeid, Path(file)) if file else nullcontext():
+        return (yield)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -201,6 +201,9 @@ def bench(seconds: int) -> int:
         signal.alarm(0)
         shutil.rmtree(folder, ignore_errors=True)
     print("\n".join(record_lines(record)))
+    for case in record.cases():
+        left_out = "".join(f"; without {name}: {why}" for name, why in case.left_out.items())
+        print(f"{case.suite}/{case.name}: {case.failed or 'measured'}{left_out}")
     names = [case.facts["gpu"] for case in record.cases() if "gpu" in case.facts]
     if names:
         name = re.sub(r"\W+", "-", names[0].lower()).strip("-")

@@ -150,6 +150,17 @@ HOST_VIEWS: dict[str, Callable[[Any], Any]] = {
 
 
 DIMS = um.ModelDims(64, 176, 8, 4, 8, 512, 2, 64)
+
+
+def test_a_pinned_block_that_does_not_fit_is_refused_before_it_is_pinned(
+    cuda: Any, host_gpu: HostDriver
+) -> None:
+    # CUDA would touch all of it, and where overcommit is 1 the kernel grants it.
+    with pytest.raises(um.CapacityError, match="block 'huge'"):
+        cuda.Block(1 << 46, pinned=True, name="huge")
+    assert host_gpu.registered == {}
+
+
 # Owners of pinned blocks, and their blocks.
 OWNERS: dict[str, tuple[tuple[Any, ...], Callable[[Any], Any]]] = {
     "Block": ((MIB,), lambda block: block),

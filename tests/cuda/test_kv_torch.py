@@ -6,6 +6,7 @@ The device is main memory, whose number of DLPack tensors of the CPU have.
 from __future__ import annotations
 
 import ctypes
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,7 @@ TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.b
 @pytest.fixture
 def cuda(cuda: Any, host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The twin, on a device whose tensors are those of torch in main memory."""
-    from unimem.cuda import kv
-
-    tensor = kv.tensor
     monkeypatch.setattr(host_gpu, "device_type", 1)
-    monkeypatch.setattr(kv, "tensor", lambda array: tensor(numpy_of(array)))
     return cuda
 
 
@@ -123,7 +120,9 @@ def test_tensors_elsewhere_are_refused(
         assert kv.seq_len == 0
 
 
-def test_views_are_slices_of_one_tensor(cuda: Any, tmp_path: Path) -> None:
+def test_views_are_slices_of_one_tensor(
+    cuda: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     k, v = tokens(ROWS)
     with cuda.KVCache(1, HEADS, DIM, ROWS, dtype="f32", arrays="torch") as kv:
         kv.append(0, k, v)
@@ -145,6 +144,9 @@ def test_views_are_slices_of_one_tensor(cuda: Any, tmp_path: Path) -> None:
                 assert cache.arrays == "torch"
                 assert torch.equal(cache.layer(0)[1], kv.layer(0)[1])
         kv.close()
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ImportError, match="arrays='torch' needs torch: "):
+        cuda.KVCache(1, HEADS, DIM, ROWS, arrays="torch")
     for wrong, dtype, text in (
         ("numpy", "f32", "arrays: expected one of cupy, torch, got 'numpy'"),
         ("torch", "q8_0", "arrays: expected 'cupy' for dtype='q8_0'"),
@@ -171,14 +173,14 @@ def test_sessions_go_from_one_to_the_other(cuda: Any, tmp_path: Path) -> None:
 def test_copies_are_queued_by_the_drivers_own_call(
     cuda: Any, host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
-    @ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_size_t] * 4)
     def queue(to: int, from_: int, nbytes: int, stream: int) -> int:
         if status == 0:
             HostDriver.copy(host_gpu, to, from_, nbytes, stream)
         return status
 
     k, v = tokens(3, "float16")
-    where = ctypes.cast(queue, ctypes.c_void_p).value
+    call = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_size_t] * 4)(queue)
+    where = ctypes.cast(call, ctypes.c_void_p).value
     monkeypatch.setattr(host_gpu, "copy_address", where)
     with cuda.KVCache(1, HEADS, DIM, ROWS, dtype="f16", arrays="torch") as kv:
         if status == 0:

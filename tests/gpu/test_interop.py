@@ -147,6 +147,28 @@ def test_the_stream_of_torch(torch: Any) -> None:
         del part
 
 
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+def test_a_cache_of_tensors_is_on_torchs_current_stream(torch: Any, dtype: str) -> None:
+    tokens = given(np.random.default_rng(3), (5, 2, 64), "float32")
+    expected = as_float32(stored(tokens * 2, dtype)).swapaxes(0, 1)[None]
+    with cuda.KVCache(1, 2, 64, 64, dtype=dtype, arrays="torch") as kv:
+        tensor = of_torch(torch, tokens)
+        kv.append(0, tensor, tensor)  # now the kernels are loaded
+        kv.clear()
+        torch.cuda.synchronize()
+        stream = torch.cuda.Stream()
+        same = cupy.cuda.Stream.from_external(CudaStream(stream.cuda_stream))
+        with held(same), torch.cuda.stream(stream):
+            tensor *= 2
+            kv.append(0, tensor, tensor)
+            parts = kv.layer(0)
+        torch.cuda.synchronize()
+        for part in parts:
+            assert part.data_ptr() in {kv.address(0, "k"), kv.address(0, "v")}
+            assert np.array_equal(part.float().cpu().numpy(), expected)
+        del part, parts
+
+
 class CudaStream:
     """A stream of another library."""
 

@@ -582,7 +582,7 @@ def step_torch(measure: Measure) -> None:
         measure.compare(
             {"unimem": step.own_part(step.ours)},
             {name: step.own_part(run) for name, run in peers.items()},
-            rounds=15,
+            rounds=7,
         )
         step.restart()
         step.ours(0)
@@ -620,7 +620,7 @@ def step_torch_captured(measure: Measure) -> None:
         measure.compare(
             {"unimem": step.own_part(ours, alone)},
             {INDEX_COPY: step.own_part(theirs, alone)},
-            rounds=15,
+            rounds=7,
         )
         for part, token in zip(step.whole[0], (step.k, step.v), strict=True):
             if not bool((part[0, :, n_tokens] == token[0]).all()):

@@ -17,7 +17,7 @@ from unimem.base.install_hint import install_hint
 from unimem.base.text import format_bytes
 from unimem.errors import CapacityError, ClosedError, PlacementError
 
-__all__ = ["Driver", "Launcher", "driver", "require"]
+__all__ = ["Driver", "Launcher", "driver", "require", "torch"]
 
 Launcher = Callable[[tuple[int, ...], tuple[int, ...], tuple[Any, ...], int], None]
 """Launches a kernel: grid, block, arguments, stream. An array of one element goes by value."""
@@ -57,6 +57,17 @@ def require() -> None:
             "it). The rest of unimem works without one"
         )
     _users.add(os.getpid())
+
+
+def torch() -> Any:
+    """Import PyTorch, or raise ImportError that says what to do."""
+    try:
+        import torch
+    except ImportError as error:
+        raise ImportError(
+            f"arrays='torch' needs torch: {install_hint('torch')}; importing it said: {error}"
+        ) from error
+    return torch
 
 
 def driver(device: int) -> Driver:
@@ -256,6 +267,10 @@ class Driver:
             raise self._full(prod(shape) * np.dtype(dtype).itemsize) from error
 
     # ---- foreign arrays ----
+
+    def to_tensor(self, array: Any) -> Any:
+        """View a cupy.ndarray as a tensor of torch, which keeps its memory alive."""
+        return torch().from_dlpack(array)
 
     def is_array(self, x: object) -> bool:
         """Return whether it is a cupy.ndarray."""

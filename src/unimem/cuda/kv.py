@@ -22,7 +22,6 @@ from unimem.kv.cache.spec import KVSpec
 from unimem.kv.layer_specs import LayerState
 from unimem.kv.types import block_bytes, block_values, kv_type
 from unimem.system.placement import PlacementOptions, check_placement
-from unimem.torch import tensor
 
 __all__ = ["KVCache"]
 
@@ -158,9 +157,13 @@ class KVCache(KVDevice):
             refuse_placement("tape", tape.block.device, device, pinned, placement)
         driver = cuda_driver.driver(device) if tape is None else tape.block._driver
         self._made_with: dict[str, Any] = {
-            **{"arrays": self.arrays, "device": driver.id, "pinned": pinned},
+            "arrays": self.arrays,
+            "device": driver.id,
+            "pinned": pinned,
             **placement,
         }
+        if self.arrays == "torch":
+            cuda_driver.torch()
         # Compile before taking memory: the compiler may fail.
         self._kernels = RowKernels(driver, self.dtype)
         self._blocks = RowKernels(driver, "f16") if self.dtype == "q8_0" else None
@@ -302,10 +305,12 @@ class KVCache(KVDevice):
                 raise ValueError("out: expected together with dtype")
             if self.arrays == "cupy":
                 return self._view(layer, False, row, n), self._view(layer, True, row, n)
-            if layer not in self._whole:
-                views = (self._view(layer, part, 0, self.n_rows) for part in (False, True))
-                self._whole[layer] = tuple(map(tensor, views))
-            k, v = self._whole[layer]
+            whole = self._whole.get(layer)
+            if whole is None:
+                k, v = (self._view(layer, part, 0, self.n_rows) for part in (False, True))
+                to_tensor = self._driver.to_tensor
+                whole = self._whole[layer] = to_tensor(k), to_tensor(v)
+            k, v = whole
             return k.narrow(2, row, n), v.narrow(2, row, n)
         return self._while_held(lambda: self._convert(i, dtype, out, stream))
 
@@ -342,7 +347,7 @@ class KVCache(KVDevice):
             to, strides = target.data.ptr, (self.lane_stride, self.row_bytes)
             self._kernels.read(lane, to, kernel_type, shape, *strides, row, queue)
         if is_new and self.arrays == "torch":
-            return tensor(out[0]), tensor(out[1])
+            return driver.to_tensor(out[0]), driver.to_tensor(out[1])
         return out
 
     def _view(self, layer: int, v: bool, row: int, n: int) -> Any:

@@ -126,6 +126,11 @@ class HostDriver(cuda_driver.Driver):
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         return array_of(np.empty(shape, dtype))
 
+    def to_tensor(self, array: Any) -> Any:
+        from unimem.torch import tensor
+
+        return tensor(numpy_of(array))
+
     # ---- streams ----
 
     def stream(self, stream: Any = None) -> int:

@@ -9,7 +9,7 @@ from unimem._core.region cimport Region
 from unimem._core.tape cimport DeviceTape
 
 # Tokens on the device, of any library: what keeps their memory, where it is, and its figures.
-cdef class Tokens:
+cdef class DeviceTokens:
     cdef object owner
     cdef cnp.dtype dtype
     cdef Bytes bytes
@@ -52,18 +52,18 @@ cdef class KVDevice(KVRows):
     cdef tuple find_pair(self, object k, object v, object stream)
     # Tokens of a library that has DLPack's C functions, such as torch; None: it has not, or they
     # are not on this device.
-    cdef Tokens exchanged(self, object x, void **queue, str what)
-    cdef Tokens find(self, object x, str what)
+    cdef DeviceTokens exchanged(self, object x, void **queue, str what)
+    cdef DeviceTokens find(self, object x, str what)
     cdef object number_of_stream(self, object stream)
-    cdef int check_given(self, Given *out, Tokens k, Tokens v, str doing) except -1
+    cdef int check_given(self, Given *out, DeviceTokens k, DeviceTokens v, str doing) except -1
     # Raises for tokens in this cache.
-    cdef int check_apart(self, Tokens given, str doing) except -1
+    cdef int check_apart(self, DeviceTokens given, str doing) except -1
     # NULL: the driver's method does it.
     cdef Copy _copy
     # Queues a copy.
     cdef int copy_rows(self, uintptr_t to, uintptr_t from_, size_t nbytes, object stream) except -1
-    cdef object write(self, Tokens k, Tokens v, um.um_dtype given, tuple axes, tuple span,
-                      object stream)
+    cdef object write(self, DeviceTokens k, DeviceTokens v, um.um_dtype given, tuple axes,
+                      tuple span, object stream)
     cdef int find_rows_on(self, object stream, um.um_error *err, uint64_t n) except -1
     cdef int move_bytes(self, uintptr_t to, uintptr_t from_, size_t nbytes) except -1
     cdef int move_piece(self, uintptr_t to, uintptr_t from_, size_t nbytes) except -1

@@ -39,7 +39,7 @@ cdef tuple _OF_ALL_LAYERS = (0, None, 1, None, 2)
 
 @cython.final
 @cython.freelist(8)
-cdef class Tokens:
+cdef class DeviceTokens:
     cdef tuple along(self, tuple axes):
         return tuple([0 if axis is None else self.steps[<int>axis] for axis in axes])
 
@@ -63,6 +63,7 @@ cdef class KVDevice(KVRows):
     stream, head, token and value.
     """
     #: _dtype: np.dtype[Any]
+    #: _whole: dict[int, tuple[Any, Any]]
 
     def _plan(self, wanted: KVSpec) -> int:
         """Check a `KVSpec`, and return the bytes of its storage."""
@@ -154,16 +155,16 @@ cdef class KVDevice(KVRows):
 
     # ---- appending ----
 
-    cdef Tokens exchanged(self, object x, void **queue, str what):
+    cdef DeviceTokens exchanged(self, object x, void **queue, str what):
         cdef DLTensor tensor
-        cdef Tokens found
+        cdef DeviceTokens found
         cdef cnp.npy_intp item, step
         cdef int axis
         owner = described(&tensor, queue, x, what)
         if (owner is None or tensor.device_type != self._device_type
                 or tensor.device_id != self._device or not 0 <= tensor.n_dims <= 5):
             return None
-        found = Tokens.__new__(Tokens)
+        found = DeviceTokens.__new__(DeviceTokens)
         found.owner, found.dtype = owner, dtype_of_tensor(&tensor, what)
         found.n_dims = tensor.n_dims
         item = step = found.dtype.itemsize
@@ -175,8 +176,8 @@ cdef class KVDevice(KVRows):
                    found.sizes, found.steps, item)
         return found
 
-    cdef Tokens find(self, object x, str what):
-        cdef Tokens found = Tokens.__new__(Tokens)
+    cdef DeviceTokens find(self, object x, str what):
+        cdef DeviceTokens found = DeviceTokens.__new__(DeviceTokens)
         cdef tuple shape, strides
         cdef int axis
         # Arrays of the driver's own type need no call.
@@ -195,7 +196,7 @@ cdef class KVDevice(KVRows):
         return found
 
     cdef tuple find_pair(self, object k, object v, object stream):
-        cdef Tokens first, second
+        cdef DeviceTokens first, second
         cdef void *queue = NULL
         if type(k) is type(v):
             first = self.exchanged(k, &queue, "k")
@@ -208,7 +209,7 @@ cdef class KVDevice(KVRows):
     cdef object number_of_stream(self, object stream):
         return stream if type(stream) is int else self._driver.stream(stream)
 
-    cdef int check_given(self, Given *out, Tokens k, Tokens v, str doing) except -1:
+    cdef int check_given(self, Given *out, DeviceTokens k, DeviceTokens v, str doing) except -1:
         cdef um.um_kv_spec *s = &self.kv.spec
         check_types(out, k.dtype, v.dtype, s.type, doing)
         if (not fits_tokens(out, k.n_dims, k.sizes, s.batch, s.n_kv_heads, s.head_dim)
@@ -218,7 +219,7 @@ cdef class KVDevice(KVRows):
                           tuple(v.owner.shape))
         return 0
 
-    cdef int check_apart(self, Tokens given, str doing) except -1:
+    cdef int check_apart(self, DeviceTokens given, str doing) except -1:
         cdef uintptr_t base = <uintptr_t>self.kv.base
         # A device reads and writes overlapping memory in any order.
         if given.bytes.low < base + self._storage_bytes and base < given.bytes.end:
@@ -244,8 +245,8 @@ cdef class KVDevice(KVRows):
             self._driver.copy(to, from_, nbytes, stream)
         return 0
 
-    cdef object write(self, Tokens k, Tokens v, um.um_dtype given, tuple axes, tuple span,
-                      object stream):
+    cdef object write(self, DeviceTokens k, DeviceTokens v, um.um_dtype given, tuple axes,
+                      tuple span, object stream):
         self._write(k.bytes.at, v.bytes.at, k.along(axes), v.along(axes), KV_TYPES[given], span,
                     stream)
 
@@ -288,7 +289,7 @@ cdef class KVDevice(KVRows):
         cdef um.um_error err
         cdef um.um_kv_spec *s = &self.kv.spec
         cdef Given given
-        cdef Tokens keys, values
+        cdef DeviceTokens keys, values
         cdef uint64_t row = 0
         cdef size_t nbytes
         cdef uintptr_t out
@@ -327,7 +328,7 @@ cdef class KVDevice(KVRows):
         """Append one token of all layers."""
         cdef um.um_error err
         cdef Given given
-        cdef Tokens keys, values
+        cdef DeviceTokens keys, values
         cdef um.um_kv_spec *s = &self.kv.spec
         cdef uint64_t row = 0
         cdef str doing = "KVCache.append_all"
@@ -361,7 +362,7 @@ cdef class KVDevice(KVRows):
     def _append_at(self, layer: int, k: Any, v: Any, row: Any, stream: Any) -> None:
         """Write tokens of one layer at the row that an int32 on the device holds at that time."""
         cdef Given given
-        cdef Tokens keys, values, at
+        cdef DeviceTokens keys, values, at
         cdef str doing = "KVCache.append_at"
         cdef uint32_t index
         self.open_region()
