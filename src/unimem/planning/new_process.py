@@ -62,7 +62,8 @@ made = Tokenizer({
     "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": tokens,
     "tokenizer.ggml.merges": [" ".join(pair) for pair in pairs],
 })
-print("\\n" + json.dumps({"base_bytes": base, "token_bytes": -(-(most() - before) // n)}))
+found = {"base_bytes": base, "token_bytes": -(-(most() - before) // n)}
+sys.stdout.write("\\n" + json.dumps(found))
 """
 
 

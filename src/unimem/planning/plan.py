@@ -392,6 +392,7 @@ class _Planner:
             shape, source = self._source.shape, self._source
             n_tokens = 0 if source.no_tokenizer else shape.vocab_size or 0
             self._process_bytes = found.nbytes(n_tokens, sum(source.by_type().values()))
+            self._facts.pop("ggml", None)  # its own memory is counted with the process
 
     def _make(self, options: PlanOptions) -> Plan:
         if options.device is not None:
@@ -449,13 +450,7 @@ class _Planner:
                 found += beside.caches(session, ctx) * options.sessions
             return fixed + found
 
-        max_ctx = None
-        if session.is_known:
-            shape = self._source.shape
-            most = shape.max_ctx or _MOST
-            if options.engine == "unimem":
-                most = shape.longest_ctx(options.window)
-            max_ctx = self._find_longest(needs, storage, most, options)
+        max_ctx = self._find_longest(needs, storage, options) if session.is_known else None
         ctx = options.ctx
         if ctx is None and max_ctx is not None:
             # If no context fits, the plan is for one token, and says so.
@@ -472,14 +467,11 @@ class _Planner:
             fixed[:n_weights] = self._source.weights(mode, storage, budget, options.sessions)
             found = needs(ctx or 1)
         spilled = self._spilled(found, options)
-        room_bytes = sum(need.room_bytes + need.loose_bytes for need in found)
-        process_bytes = self._process_bytes
-        facts = dict(self._facts)
-        if self._process_bytes:
-            facts.pop("ggml", None)  # its own memory is counted with the process
         return self._new_plan(
             options,
-            facts=facts | self._image_facts(mode, storage) | self._numa_facts(storage.numa, found),
+            facts=self._facts
+            | self._image_facts(mode, storage)
+            | self._numa_facts(storage.numa, found),
             rows=_rows(found),
             checks=self._checks(found, storage),
             ctx=ctx,
@@ -493,11 +485,17 @@ class _Planner:
             unread_bytes=sum(need.unread_bytes for need in found),
             scratch_bytes=session.scratch_bytes(ctx or 1),
             history_bytes=session.history_bytes(ctx) if ctx is not None else 0,
-            process_bytes=process_bytes,
-            container_bytes=process_bytes + room_bytes if process_bytes else None,
+            **self._container(found),
             spilled_now_bytes=self._spilled(found) if options.now else None,
-            min_ctx=options.min_ctx,
         )
+
+    def _container(self, needs: list[Need]) -> dict[str, int | None]:
+        """Return the bytes of the process, and the least limit of a container for it."""
+        room = self._process_bytes + sum(need.room_bytes + need.loose_bytes for need in needs)
+        return {
+            "process_bytes": self._process_bytes,
+            "container_bytes": room if self._process_bytes else None,
+        }
 
     def _reading(
         self, streamed: StreamedWeights | None, spilled_bytes: int, engine: Engine | None
@@ -554,6 +552,7 @@ class _Planner:
             window=options.window,
             threads=options.threads,
             sessions=options.sessions,
+            min_ctx=options.min_ctx,
             pages=options.placement.get("pages", "auto"),
             numa=numa,
             available_bytes=min(one.available_bytes for one in checks if one.is_hard),
@@ -585,7 +584,7 @@ class _Planner:
         return (*why, no_scratch) if no_scratch else why
 
     def _find_longest(
-        self, needs: Callable[[int], list[Need]], storage: Storage, most: int, options: PlanOptions
+        self, needs: Callable[[int], list[Need]], storage: Storage, options: PlanOptions
     ) -> int:
         """Find the longest context that fits and that causes no avoidable spilling.
 
@@ -599,7 +598,10 @@ class _Planner:
             found = needs(ctx)
             return fits(found) and self._spilled(found, options) == 0
 
-        asked = options.ctx or 0
+        shape, asked = self._source.shape, options.ctx or 0
+        most = shape.max_ctx or _MOST
+        if options.engine == "unimem":
+            most = shape.longest_ctx(options.window)
         longer = max(most, asked)
         if is_good(longer):  # the usual case
             return longer
