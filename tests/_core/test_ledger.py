@@ -549,7 +549,11 @@ def test_runs_of_tensors_are_looked_for_once(tmp_path: Path) -> None:
     with path.open("rb") as file:
         header = GGUFHeader(file.fileno(), path.stat().st_size, str(path))
     first = header.data_offset
-    assert header.runs() == [(first, 64, "f32"), (first + 64, 32, "f16"), (first + 96, 32, "f32")]
+    assert list(header.runs()) == [
+        (first, 64, "f32"),
+        (first + 64, 32, "f16"),
+        (first + 96, 32, "f32"),
+    ]
     assert GGUFHeader.runs.__doc__ == SafetensorsHeader.runs.__doc__
 
 

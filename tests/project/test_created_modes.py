@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,8 +25,8 @@ Watched = list[tuple[str, int]]
 
 
 @pytest.fixture
-def created(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
-    """Watch the names and modes of all files and folders at their creation; no umask hides any."""
+def created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    """Watch names and modes at creation, after `tmp_path` is made; no umask hides any."""
     found: Watched = []
     opens, makes = os.open, os.mkdir
 
@@ -78,7 +79,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "hash, snapshot of a talk": talk,
     "image": repack,
     "page": lambda folder: show("report", os.getpid(), "--html", folder / "page.html"),
-    "share": lambda _: um.Block(4096, shared=True, name=f"mode-{os.getpid()}").close(),
+    "share": lambda _: um.Block(4096, shared=f"mode-{os.getpid()}").close(),
     "snapshot, chunks": save,
     "stage": stage,
     "text": lambda folder: write_text(folder / "text", "text"),
@@ -121,6 +122,38 @@ def test_every_creation_names_its_mode() -> None:
         "slot_file.py: open(file_path(path))",  # for llama-server, which may be another user
         "remote_files.py: open(os.memfd_create('unimem header', os.MFD_CLOEXEC))",
     }
+
+
+# The sources that create files by flags, and the writer above that shows with which mode; those
+# without one create their files 0600 in the same line.
+CREATING = {
+    "atomic_file.py": "text",
+    "backings.py": "stage",
+    "block.pyx": "share",
+    "image_cache.py": "image",
+    "ram_tier.py": "snapshot, chunks",
+    "server.py": None,
+    "tiers.py": "snapshot, chunks",
+    "unimem_exec/__init__.py": None,
+}
+CREATES = re.compile(r"\b(O_CREAT|O_TMPFILE|mk[od]*stemp|mkfifo|mknod|shm_open)\b")
+
+
+def test_no_writer_is_forgotten() -> None:
+    """A new source that creates files gets a row, and a writer that is watched."""
+    sources = [path for kind in ("py", "pyx", "c", "h") for path in ROOT.glob(f"src/**/*.{kind}")]
+    sources += [path for kind in ("c", "h") for path in ROOT.glob(f"native/[eis]*/**/*.{kind}")]
+    found = {}
+    for path in sources:
+        lines = [line for line in path.read_text("utf-8").splitlines() if CREATES.search(line)]
+        name = path.name if path.name != "__init__.py" else f"{path.parent.name}/{path.name}"
+        if lines:
+            found[name] = lines
+    assert len(sources) > 300
+    assert found.keys() == CREATING.keys()
+    for name, writer in CREATING.items():
+        is_private = all("0o600" in line for line in found[name])
+        assert writer in WRITERS if writer else is_private, name
 
 
 def is_text(node: ast.expr) -> bool:

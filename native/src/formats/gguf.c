@@ -23,6 +23,7 @@ enum {
     ARRAY_DEPTH_MAX = 16,
     /* Many times what models have. Each entry costs readers far more memory than its few bytes. */
     ENTRIES_MAX = 65536,
+    INNER_ARRAYS_MAX = 4096,
     ALIGNMENT_DEFAULT = 32,
     ALIGNMENT_UNIT = 8, /* so that a mapped tensor is aligned for every element type */
     /* Headers with a vocabulary are nearly all shorter. Further requests double the size. */
@@ -248,8 +249,8 @@ static um_status pass_array(reader *r, unsigned depth, array_head *out) {
     uint64_t field = r->at;
     UM__TRY(read_type(r, &out->item_type));
     UM__BREAKS_IF(depth == ARRAY_DEPTH_MAX, r->err, "arrays are nested deeper than 16", field);
-    UM__BREAKS_IF(depth > 0 && r->n_inner_arrays++ == ENTRIES_MAX, r->err,
-                  "more than 65536 arrays lie in arrays", field);
+    UM__BREAKS_IF(depth > 0 && r->n_inner_arrays++ == INNER_ARRAYS_MAX, r->err,
+                  "more than 4096 arrays lie in arrays", field);
     field = r->at;
     UM__TRY(read_number(r, &out->n, sizeof(uint64_t)));
     out->first = r->at;

@@ -7,7 +7,7 @@ import json
 import math
 import mmap
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,6 +36,7 @@ _WIDTH = 80
 _LABEL = 12
 _PICTURE_LINES = 8  # of all files together, if they are fewer
 _CUT = " ..."
+_PART = 64  # items of a list that become JSON at once
 
 
 def inspect(
@@ -99,14 +100,15 @@ def _show(
     """Write the document, the values of keys, or the page."""
     if as_json:
         document = _document(weights, layers, keys, look, digest)
-        terminal.show(json.dumps(document, allow_nan=False) + "\n")
+        terminal.show_all(itertools.chain(_pieces(document), "\n"))
         return
     if keys is not None:
         for key, value in _chosen(weights, keys).items():
             terminal.show(f"{terminal.surface().heading(_named(key))}\n{_whole(value)}\n")
         return
-    _show_facts(weights, layers, digest)
-    _show_types(weights)
+    facts = _Facts.of(weights)
+    _show_facts(weights, facts, layers, digest)
+    _show_types(weights, facts)
     _show_metadata(weights)
     if tensors:
         _show_tensors(weights, look)
@@ -127,6 +129,7 @@ class _Facts:
     context: int | None
     n_tensors: int
     n_parameters: int
+    types: dict[str, tuple[int, int]]  # tensors and bytes of each type, the most bytes first
 
     @classmethod
     def of(cls, weights: Contents) -> _Facts:
@@ -136,13 +139,21 @@ class _Facts:
             for key in ("general.name", "general.architecture")
         )
         context = weights.metadata.get(f"{architecture}.context_length")
+        counts: Counter[str] = Counter()
+        n_parameters = 0
+        for tensor in weights.tensors.values():
+            counts[tensor.type] += 1
+            n_parameters += math.prod(tensor.ne)
+        nbytes = weights.by_type()
+        types = sorted(nbytes, key=lambda kind: -nbytes[kind])
         return cls(
             "GGUF" if is_gguf else "safetensors",
             name,
             architecture,
             context if isinstance(context, int) and not isinstance(context, bool) else None,
             len(weights.tensors),
-            sum(math.prod(tensor.ne) for tensor in weights.tensors.values()),
+            n_parameters,
+            {kind: (counts[kind], nbytes[kind]) for kind in types},
         )
 
 
@@ -156,18 +167,12 @@ def _chosen(weights: Contents, keys: Iterable[str]) -> dict[str, Value]:
     return chosen
 
 
-def _counts(weights: Contents) -> dict[str, tuple[int, int]]:
-    """Count tensors and bytes of each type, the most bytes first."""
-    counts = Counter(tensor.type for tensor in weights.tensors.values())
-    nbytes = weights.by_type()
-    return {kind: (counts[kind], nbytes[kind]) for kind in sorted(nbytes, key=lambda k: -nbytes[k])}
-
-
 # ---- the page -----------------------------------------------------------------------------------
 
 
-def _show_facts(weights: Contents, layers: Sequence[KeptLayer], digest: str | None) -> None:
-    facts = _Facts.of(weights)
+def _show_facts(
+    weights: Contents, facts: _Facts, layers: Sequence[KeptLayer], digest: str | None
+) -> None:
     sizes = [(part.file.path, format_bytes(part.file.nbytes)) for part in weights._parts]
     rows = {
         "model": facts.name or "unknown",
@@ -192,10 +197,10 @@ def _show_facts(weights: Contents, layers: Sequence[KeptLayer], digest: str | No
     terminal.show("\n")
 
 
-def _show_types(weights: Contents) -> None:
+def _show_types(weights: Contents, facts: _Facts) -> None:
     total = weights.nbytes
     rows, bars = [], []
-    for kind, (n, nbytes) in _counts(weights).items():
+    for kind, (n, nbytes) in facts.types.items():
         share = nbytes / total if total else 0.0
         rows.append((kind, str(n), format_bytes(nbytes), f"{share:.1%}"))
         bars.append(Bar(share))
@@ -383,13 +388,13 @@ def _document(
         "nbytes": weights.nbytes,
         "types": [
             {"type": kind, "count": n, "nbytes": nbytes}
-            for kind, (n, nbytes) in _counts(weights).items()
+            for kind, (n, nbytes) in facts.types.items()
         ],
-        "metadata": {key: _plain(value) for key, value in values.items()},
-        "tensors": [
+        "metadata": values.items(),
+        "tensors": (
             {name: getattr(tensor, name) for name in _TENSOR} | {"shape": list(tensor.shape)}
             for tensor in weights.tensors.values()
-        ],
+        ),
         "fingerprint": weights.fingerprint,
         "content_hash": digest,
         "residency": None
@@ -409,12 +414,36 @@ def _sizes(part: Residency) -> dict[str, Any]:
     }
 
 
+def _pieces(value: Any) -> Iterator[str]:
+    """Write JSON in pieces: a text of all may be 20 times as long as the header of the file."""
+    if isinstance(value, (Mapping, ItemsView)):
+        pairs = value.items() if isinstance(value, Mapping) else value
+        named = (itertools.chain((f"{json.dumps(k)}: ",), _pieces(each)) for k, each in pairs)
+        yield from _joined("{", named, "}")
+    elif isinstance(value, Iterator):
+        parts = iter(lambda: list(itertools.islice(value, _PART)), [])
+        yield from _joined("[", ((json.dumps(part)[1:-1],) for part in parts), "]")
+    elif not isinstance(value, (list, np.ndarray)):
+        yield json.dumps(_plain(value), allow_nan=False)
+    elif len(value) and isinstance(value[0], (dict, list, np.ndarray)):
+        yield from _joined("[", map(_pieces, value), "]")
+    else:
+        parts = (list(value[i : i + _PART]) for i in range(0, len(value), _PART))
+        texts = ((json.dumps(list(map(_plain, part)))[1:-1],) for part in parts)
+        yield from _joined("[", texts, "]")
+
+
+def _joined(begin: str, texts: Iterable[Iterable[str]], end: str) -> Iterator[str]:
+    yield begin
+    for i, text in enumerate(texts):
+        if i:
+            yield ", "
+        yield from text
+    yield end
+
+
 def _plain(value: Any) -> Any:
     """Convert a value for JSON; numbers that JSON lacks become texts."""
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+    if isinstance(value, np.generic):
+        value = value.item()
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from typing import Any, TextIO
@@ -31,8 +31,13 @@ _PATIENCE_SECONDS = 0.5
 
 def show(text: str) -> None:
     """Write to standard output at once; an OSError names it."""
+    show_all((text,))
+
+
+def show_all(pieces: Iterable[str]) -> None:
+    """Write texts as they are made, as `show` does."""
     try:
-        sys.stdout.write(text)
+        sys.stdout.writelines(pieces)
         sys.stdout.flush()
     except OSError as error:
         raise OSError(error.errno, error.strerror, "standard output") from None

@@ -404,9 +404,9 @@ def check_end(header: Header, end: int, path: str, fd: int = -1) -> None:
     """Raise GGUFError if a file that ends at byte `end` has bytes that nothing describes."""
     if not isinstance(header, GGUFHeader):  # a parser of safetensors has done it
         return
-    runs = header.runs()
-    last = header.data_offset if runs else max(header.table_end, header.data_end)
-    for offset, nbytes, _ in runs:
+    is_empty = not any(header.bytes_by_type().values())
+    last = max(header.table_end, header.data_end) if is_empty else header.data_offset
+    for offset, nbytes, _ in header.runs():
         if offset - last >= max(header.alignment, _PAGE):
             raise GGUFError("the bytes before a tensor are no tensor's", last, path)
         last = offset + nbytes

@@ -27,6 +27,8 @@ cdef enum:
 cdef list _DTYPES = [None if name is None else np.dtype(name) for name in (
     "uint8", "int8", "uint16", "int16", "uint32", "int32", "float32", "bool", None, None,
     "uint64", "int64", "float64")]
+# Strings of one byte, since Python would make an object for each that is not UTF-8.
+cdef list _BYTES = [bytes([i]).decode("utf-8", "surrogateescape") for i in range(256)]
 
 
 cdef class GGUFHeader(HeaderBytes):
@@ -74,9 +76,9 @@ cdef class GGUFHeader(HeaderBytes):
     @property
     def unknown_types(self) -> dict[str, int]:
         """The number of the type of each tensor whose type ggml 0.26 does not have, by name."""
-        types = {name: self._gguf.tensors[<uint64_t>i].type
-                 for name, i in self.tensor_names().items()}
-        return {name: n for name, n in types.items() if um.um_gguf_type_of_tensor(n) == NULL}
+        cdef Region _held = self.opened()
+        return {self.name(i): self._gguf.tensors[i].type for i in range(self._gguf.n_tensors)
+                if um.um_gguf_type_of_tensor(self._gguf.tensors[i].type) == NULL}
 
     cdef uint64_t n_keys(self):
         return self._gguf.n_kv
@@ -134,8 +136,11 @@ cdef class GGUFHeader(HeaderBytes):
         for i in range(<Py_ssize_t>n):
             memcpy(&nbytes, self._bytes + at[0], sizeof(nbytes))
             at[0] += sizeof(nbytes)
-            text = PyUnicode_DecodeUTF8(<const char *>self._bytes + at[0], <Py_ssize_t>nbytes,
-                                        "surrogateescape")
+            if nbytes == 1:
+                text = _BYTES[self._bytes[at[0]]]
+            else:
+                text = PyUnicode_DecodeUTF8(<const char *>self._bytes + at[0], <Py_ssize_t>nbytes,
+                                            "surrogateescape")
             at[0] += nbytes
             Py_INCREF(text)  # PyList_SET_ITEM steals it
             PyList_SET_ITEM(strings, i, text)

@@ -7,6 +7,8 @@ cdef class HeaderBytes:
     # truncation of the file would end this process.
     cdef Region _region
     cdef const unsigned char *_bytes
+    # The names, once the copy was freed.
+    cdef object _kept_keys, _kept_names
     # The size of the model's file, and where it begins in the file that holds it.
     cdef um.uint64_t _file_nbytes, _begin
     # Reads first_nbytes, or more if the parser needs them; raises `format` for a broken rule.

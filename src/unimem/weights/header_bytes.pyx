@@ -2,7 +2,10 @@
 """The first bytes of a model file, for a parser that says how many it needs."""
 import hashlib
 
+import numpy as np
+
 from unimem.errors import CapacityError, ClosedError, FormatError
+from unimem.weights.names import ByName, KeptNames
 
 cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
@@ -110,7 +113,10 @@ cdef class HeaderBytes:
 
     @cython.critical_section
     def close(self) -> None:
-        """Free the copy with names, metadata and fingerprint; the table stays. Twice is fine."""
+        """Free the copy with metadata and fingerprint; names and the table stay. Twice is fine."""
+        if self._kept_keys is None:
+            self._kept_keys = KeptNames(self.n_keys(), self.key_at)
+            self._kept_names = KeptNames(self.n_tensors(), self.name_at)
         self._region = None
 
     def fingerprint(self) -> str:
@@ -119,20 +125,32 @@ cdef class HeaderBytes:
         digest.update(int(self._file_nbytes).to_bytes(8, "little"))
         return digest.hexdigest()
 
-    def keys(self) -> dict[str, int]:
-        """Return the keys of the metadata with their indices, in the order of the file."""
-        cdef Region _held = self.opened()
-        return {self.key(i): i for i in range(self.n_keys())}
+    @cython.critical_section
+    def key_at(self, uint64_t i) -> str:
+        """Return a key of the metadata by its index, also after `close`."""
+        if i >= self.n_keys():
+            raise IndexError(i)
+        return self.key(i) if self._kept_keys is None else self._kept_keys[i]
 
-    def tensor_names(self) -> dict[str, int]:
+    @cython.critical_section
+    def name_at(self, uint64_t i) -> str:
+        """Return the name of a tensor by its index, also after `close`."""
+        if i >= self.n_tensors():
+            raise IndexError(i)
+        return self.name(i) if self._kept_names is None else self._kept_names[i]
+
+    def keys(self) -> ByName[int]:
+        """Return the keys of the metadata with their indices, in the order of the file."""
+        return ByName(self.n_keys(), self.key_at, index_of)
+
+    def tensor_names(self) -> ByName[int]:
         """Return the names of the tensors with their indices, in the order of the file."""
-        cdef Region _held = self.opened()
-        return {self.name(i): i for i in range(self.n_tensors())}
+        return ByName(self.n_tensors(), self.name_at, index_of)
 
     @property
     def data_end(self) -> int:
         """The end of the last tensor in the file; 0 without tensors."""
-        return max([sum(self.place(i)[:2]) for i in range(self.n_tensors())], default=0)
+        return max((sum(self.place(i)[:2]) for i in range(self.n_tensors())), default=0)
 
     def bytes_by_type(self) -> dict[str, int]:
         """Return the total bytes of the tensors of each type, by name."""
@@ -143,18 +161,24 @@ cdef class HeaderBytes:
             totals[kind] = totals.get(kind, 0) + nbytes
         return totals
 
-    def runs(self) -> list[tuple[int, int, str]]:
-        """Return offset in the file, bytes and type of each run of adjacent tensors of one type."""
-        cdef list runs = []
-        cdef uint64_t i, offset, nbytes, end = 0
+    def runs(self) -> Iterator[tuple[int, int, str]]:
+        """Yield offset in the file, bytes and type of each run of adjacent tensors of one type."""
+        cdef uint64_t i, first = 0, end = 0
+        offsets = np.fromiter((self.place(i)[0] for i in range(self.n_tensors())), np.uint64)
         last = None
-        for offset, nbytes, kind in sorted([self.place(i) for i in range(self.n_tensors())]):
+        for i in np.argsort(offsets, kind="stable"):
+            offset, nbytes, kind = self.place(i)
             if nbytes == 0:
                 continue
-            if kind == last and offset == end:
-                first, before, _ = runs.pop()
-                runs.append((first, before + nbytes, kind))
-            else:
-                runs.append((offset, nbytes, kind))
-            last, end = kind, offset + nbytes
-        return runs
+            if kind != last or offset != end:
+                if last is not None:
+                    yield first, end - first, last
+                first, last = offset, kind
+            end = offset + nbytes
+        if last is not None:
+            yield first, end - first, last
+
+
+def index_of(index: int, name: str) -> int:
+    """Return the index."""
+    return index

@@ -7,23 +7,24 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import prod
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from unimem._core.arrays import as_dtype
 from unimem._core.dlpack import exported
-from unimem.weights.files import Header, ModelFile, ModelFiles, Value
+from unimem.weights.files import ModelFile, ModelFiles, Value
 from unimem.weights.gguf import tensor_type
 from unimem.weights.loading import LoadMemory, unloaded_memory
+from unimem.weights.names import ByName
 from unimem.weights.stream.piece_table import TensorPlace
 from unimem.weights.stream.stream import Stream
 
 __all__ = ["Contents", "ModelPart", "StreamedTensor", "Tensor", "headers_of"]
 
-_T = TypeVar("_T")
 # The dtypes that NumPy or ml_dtypes has, by the type's name; other types are blocks of bytes.
 _DTYPES = dict(
     pair.split("=")
@@ -327,58 +328,28 @@ class StreamedTensor(Tensor):
         )
 
 
-class _Decoded(Mapping[str, _T]):
-    """A mapping whose values are decoded on each access, from their indices by name."""
+class _Rows:
+    """The tensors of all parts, by an index that counts through them."""
 
-    def __init__(self, names: dict[str, int], of: str, kind: str) -> None:
-        self._names, self._of, self._kind = names, of, kind
-
-    def _index(self, name: str) -> int:
-        index = self._names.get(name)
-        if index is None:
-            raise KeyError(f"{name!r:.100} is none of the {self._of}'s {len(self)} {self._kind}")
-        return index
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names  # Mapping would decode the value
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __repr__(self) -> str:
-        return f"<{len(self)} {self._kind} of the {self._of}>"
-
-
-class _Metadata(_Decoded[Value]):
-    def __init__(self, header: Header) -> None:
-        super().__init__(header.keys(), "metadata", "keys")
-        self._header = header
-
-    def __getitem__(self, key: str) -> Value:
-        return self._header.value(self._index(key))
-
-
-class _Tensors(_Decoded[Tensor]):
     def __init__(self, parts: tuple[ModelPart, ...], stream: Stream | None) -> None:
         self._parts, self._stream = parts, stream
-        # Names map to numbers that count through all parts; rows are looked up on demand.
-        self._firsts: list[int] = []
-        places: dict[str, int] = {}
-        for part in parts:
-            first = len(places)
-            self._firsts.append(first)
-            names = part.file.header.tensor_names()
-            places |= {name: first + i for name, i in names.items()} if first else names
-        super().__init__(places, "model", "tensors")
+        counts = (len(part.file.header.tensor_names()) for part in parts)
+        *self._firsts, self._n = accumulate(counts, initial=0)
 
-    def __getitem__(self, name: str) -> Tensor:
-        place = self._index(name)
-        i = bisect_right(self._firsts, place) - 1
-        part = self._parts[i]
-        ne, kind, number, offset, nbytes = part.file.header.tensor(place - self._firsts[i])
+    def by_name(self) -> ByName[Tensor]:
+        return ByName(self._n, self._name_at, self._tensor_at, "model's", "tensors")
+
+    def _place(self, index: int) -> tuple[ModelPart, int]:
+        i = bisect_right(self._firsts, index) - 1
+        return self._parts[i], index - self._firsts[i]
+
+    def _name_at(self, index: int) -> str:
+        part, row = self._place(index)
+        return part.file.header.name_at(row)
+
+    def _tensor_at(self, index: int, name: str) -> Tensor:
+        part, row = self._place(index)
+        ne, kind, number, offset, nbytes = part.file.header.tensor(row)
         facts = name, ne[::-1], ne, kind, number, nbytes, offset, part.file.path
         streamed = None if self._stream is None else self._stream._table.places.get(name)
         if self._stream is None or streamed is None:
@@ -392,8 +363,11 @@ class Contents(Mapping[str, Tensor]):
     def __init__(self, parts: tuple[ModelPart, ...], stream: Stream | None = None) -> None:
         self._parts, self._stream = parts, stream
         # The first part of a split model has the metadata of all.
-        self._metadata = _Metadata(parts[0].file.header)
-        self._tensors = _Tensors(parts, stream)
+        header = parts[0].file.header
+        self._metadata: ByName[Value] = ByName(
+            len(header.keys()), header.key_at, lambda i, _: header.value(i), "metadata's", "keys"
+        )
+        self._tensors = _Rows(parts, stream).by_name()
         self._types: dict[str, int] = {}
         for part in parts:
             for kind, nbytes in part.file.header.bytes_by_type().items():

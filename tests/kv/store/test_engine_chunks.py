@@ -109,6 +109,21 @@ def test_a_use_keeps_a_chunk(tmp_path: Path, shm: Path, tier: str, use: str) -> 
         assert [chunks.has(key) for key in (b"a", b"b", b"c")] == [True, False, True]
 
 
+@pytest.mark.parametrize("tier", ["ram_bytes", "disk_bytes"])
+def test_a_clock_that_jumps_fills_no_tier_for_good(
+    tmp_path: Path, shm: Path, tier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    day, began = 24 * 3600 * 10**9, time.time_ns()
+    budgets = {"ram_bytes": 0, "disk_bytes": 0, tier: 16384 + 2 * COST}
+    with opened(tmp_path / "s", **budgets) as store:
+        chunks, out = EngineChunks(store, "engine", SIZE), np.zeros(SIZE, np.uint8)
+        for i, days in enumerate((0, 1, 1, 0, 0, -1, -1, -2, 2, -2, 0)):
+            monkeypatch.setattr(time, "time_ns", lambda now=began + days * day + i: now)
+            assert chunks.put(key := bytes([i]), chunk(i)), (i, days)
+            assert chunks.get(key, out)
+            np.testing.assert_array_equal(out, chunk(i))
+
+
 def test_a_prompt_in_any_order_keeps_its_beginning(tmp_path: Path) -> None:
     with opened(tmp_path, disk_bytes=16384 + 7 * COST) as store:
         chunks = EngineChunks(store, "engine", SIZE)
