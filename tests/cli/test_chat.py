@@ -22,7 +22,7 @@ import pytest
 pytest.importorskip("unimem_ggml", reason="the engine needs ggml: pip install ./ggml '.[run]'")
 
 from support.terminal.screens import MAIN, show
-from unimem.cli.chat import Conversation
+from unimem.cli.chat import Dialogue
 from unimem.cli.options import parse_sampling
 from unimem.engine import Decoder, embedded_model
 from unimem.errors import CacheFull, FormatError, SnapshotError
@@ -62,12 +62,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def conversation(model: Path, **options: Any) -> Iterator[Conversation]:
+def conversation(model: Path, **options: Any) -> Iterator[Dialogue]:
     with Decoder(model, threads=1, **options) as decoder:
-        yield Conversation(decoder, parse_sampling(0, 40, 1, None))
+        yield Dialogue(decoder, parse_sampling(0, 40, 1, None))
 
 
-def answer(talk: Conversation, text: str, n: int | None = None) -> str:
+def answer(talk: Dialogue, text: str, n: int | None = None) -> str:
     """Return an answer, or its first n pieces."""
     pieces = talk.answer(text)
     said = [piece for _, piece in zip(range(10**6 if n is None else n), pieces, strict=False)]

@@ -73,7 +73,7 @@ class Message(NamedTuple):
     content: str
 
 
-class Conversation:
+class Dialogue:
     """Messages whose tokens are in a decoder's KV cache.
 
     The prompt of a message repeats all before it. Tokens that are in the cache stay, and only those
@@ -226,7 +226,7 @@ def converse(
         new_decoder(layout, options, tokenizer) as decoder,
         _lines_of_before(),
     ):
-        talk = Conversation(decoder, sampling)
+        talk = Dialogue(decoder, sampling)
         assert layout.plan is not None  # for_model made it
         warm(decoder, layout.plan)
         fallbacks.show(layout.plan)
@@ -288,7 +288,7 @@ def _read() -> str | None:
             terminal.show("\n")
 
 
-def _answer(talk: Conversation, line: str) -> None:
+def _answer(talk: Dialogue, line: str) -> None:
     flow, at_start = terminal.Flow(), True
     with closing(talk.answer(line)) as pieces:
         for piece in pieces:
@@ -301,7 +301,7 @@ def _answer(talk: Conversation, line: str) -> None:
         terminal.show("The context is full: /clear begins anew, a larger --ctx holds more.\n")
 
 
-def _obey(talk: Conversation, command: str, path: str = "") -> bool:
+def _obey(talk: Dialogue, command: str, path: str = "") -> bool:
     """Do what a command says; return whether the conversation goes on."""
     kv = talk.decoder.kv
     if command in ("/save", "/resume") and not path:
@@ -321,7 +321,7 @@ def _obey(talk: Conversation, command: str, path: str = "") -> bool:
     return command != "/quit"
 
 
-def _memory(talk: Conversation) -> str:
+def _memory(talk: Dialogue) -> str:
     lines = memory_lines(terminal.surface(), talk.decoder.report().rows)
     used = f"{talk.decoder.kv.next_position:,} of {talk.decoder.ctx:,} tokens of context used"
     return "\n".join([*lines, "", used, ""])

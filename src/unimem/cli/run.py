@@ -66,6 +66,7 @@ from unimem.system.heap import warm_python_heap
 if TYPE_CHECKING:
     from unimem.engine import Decoder
     from unimem.engine.sampling import Sampling
+    from unimem.engine.text.tokenizer import Tokenizer
 
 __all__ = ["SCHEMA", "run"]
 
@@ -254,12 +255,7 @@ def run(
     if chat and prompt is None:
         converse(path, options, options.sampling, verbose=verbose)
         return
-    try:
-        tokenizer = read_tokenizer(path, options)
-    except FileNotFoundError as error:
-        if "/" not in str(path) and not str(path).endswith(".gguf"):
-            error.add_note(f"to begin a text with it: unimem run -p {shlex.quote(str(path))}")
-        raise
+    tokenizer = _read_tokenizer(path, options)
     with (
         Fallbacks(verbose=verbose) as fallbacks,
         # RAM of the store would end with this process; the page cache stays.
@@ -318,6 +314,15 @@ def _check_usage(prompt: str | None, options: Options, *, as_json: bool, has_lim
     if options.save_session is not None:
         # An unwritable file is refused before everything is computed.
         NewFile(options.save_session).close()
+
+
+def _read_tokenizer(path: Path | str, options: Options) -> Tokenizer:
+    try:
+        return read_tokenizer(path, options)
+    except FileNotFoundError as error:
+        if "/" not in str(path) and not str(path).endswith(".gguf"):
+            error.add_note(f"to begin a text with it: unimem run -p {shlex.quote(str(path))}")
+        raise
 
 
 def _resume(decoder: Decoder, talk: Talk, path: Path) -> None:

@@ -485,11 +485,12 @@ def _facts(plan: Plan, path: str) -> dict[str, str]:
         cache.append(f"{n} slots {'with a part each' if divided else 'that share it'}")
     cache += [format_count(plan.sessions, "session")] if plan.sessions > 1 else []
     name, kind = known.get("name") or PurePath(path).stem, ", ".join(filter(None, what))
+    runner = ""
     if plan.engine == "unimem" and runs:
-        kind, runner = f"{kind}: unimem run runs it", ""
+        kind = f"{kind}: unimem run runs it"
     elif is_gguf:
         runner = f"llama-server runs it; unimem run {'does, too' if runs else 'does not'}"
-    else:
+    elif path:
         runner = "transformers and vLLM run it; unimem run does not"
     facts = {
         "model": f"{name}: {kind}" if name else kind,
