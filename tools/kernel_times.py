@@ -2,14 +2,16 @@
 
 ``python tools/kernel_times.py`` multiplies matrices of 2048 x 5632 of each type, as they lie in a
 file and repacked, with one column (a token) and with 128, 256 and 512 (a batch). ``--attention``
-attends over caches whose rows lie token by token, and head by head. Both print Markdown, in CPU
-time of one thread, so that neighbours count little. ``UNIMEM_GGML_CPU=haswell`` takes the kernels
+attends over caches whose rows lie token by token, and head by head. ``--experts`` multiplies with 8
+of 64 matrices of 1024 x 1536, and prints the time for one of the 8. All print Markdown, in CPU time
+of one thread, so that neighbours count little. ``UNIMEM_GGML_CPU=haswell`` takes the kernels
 of another CPU, if ggml was built for all.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,6 +25,7 @@ from unimem.backends import ggml, ggml_orders
 N_IN, N_OUT = 2048, 5632
 COLUMNS = 1, 128, 256, 512
 TYPES = "q4_0 q8_0 q2_K q3_K q4_K q5_K q6_K iq4_nl iq4_xs mxfp4 f16 bf16 q2_0".split()
+WEIGHT, EXPERTS, N_USED = (N_IN, N_OUT), (1024, 1536, 64), 8
 MORE_THAN_CACHES = 64_000_000
 HEADS, KV_HEADS, HEAD_DIM = 32, 4, 64  # TinyLlama's
 CACHE_TYPES = {"f16": ggml.F16, "q8_0": ggml.Q8_0, "q4_0": 2}
@@ -61,11 +64,28 @@ def put(tape: um.Tape, tensor: int, fill: bool = False) -> int:
     return tensor
 
 
-def product_times(kind: int, order: ggml_orders.Order | None) -> list[float]:
+def product(context: int, tape: um.Tape, weight: int, n: int, n_used: int) -> int:
+    """Multiply a weight with n columns, or the matrices that these choose."""
+    n_in = ggml.Tensor.at(weight).ne[0]
+    if not n_used:
+        values = put(tape, ggml.new_tensor(context, ggml.F32, n_in, n), fill=True)
+        return int(ggml.mul_mat(context, weight, values))
+    chosen = tape.take((n, n_used), "int32")
+    for row in chosen:
+        row[:] = RNG.permutation(EXPERTS[2])[:n_used]
+    ids = ggml.new_tensor(context, ggml.I32, n_used, n)
+    ggml.Tensor.at(ids).data = chosen.ctypes.data
+    values = put(tape, ggml.new_tensor(context, ggml.F32, n_in, 1, n), fill=True)
+    return int(ggml.mul_mat_id(context, weight, values, ids))
+
+
+def product_times(
+    kind: int, order: ggml_orders.Order | None, ne: tuple[int, ...], n_used: int
+) -> list[float]:
     """Return the seconds of a column, for each number of columns."""
-    nbytes = ggml.row_size(kind, N_IN) * N_OUT
+    nbytes = ggml.row_size(kind, ne[0]) * math.prod(ne[1:])
     size = order.nbytes if order else nbytes
-    copies = max(1, MORE_THAN_CACHES // size)
+    copies, each = max(1, MORE_THAN_CACHES // size), max(1, n_used)
     found = []
     with um.Tape(copies * (size + 128) + (192 << 20)) as tape, ExitStack() as stack:
         source = tape.take_bytes(nbytes)
@@ -79,41 +99,42 @@ def product_times(kind: int, order: ggml_orders.Order | None) -> list[float]:
                 address = place.ctypes.data
                 buffer = ggml_orders.Buffer(order.buffer_type, address, size)
                 stack.enter_context(buffer)
-                buffer.write_as(order, kind, (N_IN, N_OUT), source.ctypes.data, address)
+                buffer.write_as(order, kind, ne, source.ctypes.data, address)
             weights.append((place.ctypes.data, buffer))
         for n in COLUMNS:
 
             def nodes(context: int, n: int = n) -> Iterator[int]:
-                values = put(tape, ggml.new_tensor(context, ggml.F32, N_IN, n), fill=True)
-                result = tape.take(N_OUT * n, "float32")  # of all products
+                result = tape.take(ne[1] * n * each, "float32")  # of all products
                 for place, buffer in weights:
-                    weight = ggml.new_tensor(context, kind, N_IN, N_OUT)
+                    weight = ggml.new_tensor(context, kind, *ne)
                     if buffer is None:
                         ggml.Tensor.at(weight).data = place
                     else:
                         buffer.adopt(weight, place)
-                    product = ggml.mul_mat(context, weight, values)
-                    ggml.Tensor.at(product).data = result.ctypes.data
-                    yield product
+                    made = product(context, tape, weight, n, n_used)
+                    ggml.Tensor.at(made).data = result.ctypes.data
+                    yield made
 
             mark = tape.mark()
             with graph_of(nodes) as compute:
-                found.append(median(compute() for _ in range(9 if n == 1 else 3)) / copies / n)
+                found.append(
+                    median(compute() for _ in range(9 if n == 1 else 3)) / copies / n / each
+                )
             tape.rewind(mark)
     return found
 
 
-def print_products() -> None:
-    """Print the table of matrix products."""
+def print_products(ne: tuple[int, ...] = WEIGHT, n_used: int = 0) -> None:
+    """Print the table of matrix products, or of those with chosen experts."""
     print("| type | order |" + "".join(f" {n} |" for n in COLUMNS))
     print("|---|---|" + "--:|" * len(COLUMNS))
     numbers = {name: number for number, name in ggml.MATMUL_TYPES.items()}
     for name in TYPES:
         kind = numbers[name]
-        orders = [None, *(ggml_orders.order_of(t, kind, (N_IN, N_OUT)) for t in BUFFER_TYPES)]
+        orders = [None, *(ggml_orders.order_of(t, kind, ne) for t in BUFFER_TYPES)]
         for order in orders[:1] + [order for order in orders[1:] if order]:
             what = "as in the file" if order is None else order.buffer_type.name
-            times = product_times(kind, order)
+            times = product_times(kind, order, ne, n_used)
             print(f"| {name} | {what} |" + "".join(f" {1e6 * t:.0f} µs |" for t in times))
 
 
@@ -159,5 +180,10 @@ def print_attention() -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--attention", action="store_true")
+    parser.add_argument("--experts", action="store_true")
+    given = parser.parse_args()
     print(f"ggml {ggml.version()['version']}, {' '.join(ggml.facts()['cpu_features'])}\n")
-    (print_attention if parser.parse_args().attention else print_products)()
+    if given.attention:
+        print_attention()
+    else:
+        print_products(*((EXPERTS, N_USED) if given.experts else ()))
