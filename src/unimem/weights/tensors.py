@@ -328,7 +328,7 @@ class StreamedTensor(Tensor):
         )
 
 
-class _Rows:
+class _TensorsByName:
     """The tensors of all parts, by an index that counts through them."""
 
     def __init__(self, parts: tuple[ModelPart, ...], stream: Stream | None) -> None:
@@ -367,7 +367,7 @@ class Contents(Mapping[str, Tensor]):
         self._metadata: ByName[Value] = ByName(
             len(header.keys()), header.key_at, lambda i, _: header.value(i), "metadata's", "keys"
         )
-        self._tensors = _Rows(parts, stream).by_name()
+        self._tensors = _TensorsByName(parts, stream).by_name()
         self._types: dict[str, int] = {}
         for part in parts:
             for kind, nbytes in part.file.header.bytes_by_type().items():
