@@ -79,7 +79,8 @@ models: $(VENV)/.installed
 # llama.cpp's prefixes with the real thing: docs/llama-cpp.md. LLAMA is a Python that has xllamacpp,
 # BINDING one that has llama-cpp-python.
 llama-prefixes: $(VENV)/.installed
-	$(BIN)/python tools/llama_prefixes.py $(if $(LLAMA),--llama $(LLAMA)) $(if $(BINDING),--binding $(BINDING))
+	$(BIN)/python tools/llama_prefixes.py $(if $(LLAMA),--llama $(LLAMA)) $(if $(BINDING),--binding $(BINDING)) \
+	    --record bench/results/doors/llama_cpp.json
 
 # What the tests of llama.cpp's doors want: its newest server, and llama-cpp-python. 500 MB.
 $(BUILD)/llama: $(VENV)/.installed
@@ -107,7 +108,7 @@ test-lmcache: $(VENV)/.installed
 	$(BUILD)/lmcache/bin/python -m pytest -q -p no:cacheprovider -W ignore::DeprecationWarning \
 	    -W ignore::FutureWarning tests/test_lmcache.py tests/test_sglang.py
 	$(BUILD)/lmcache/bin/python tools/lmcache_real.py --dir $(BUILD)/lmcache-run \
-	    --record bench/results/doors/lmcache.json
+	    --record bench/results/doors/lmcache.json $(if $(wildcard $(BUILD)/vllm/models),--vllm $(BUILD)/vllm)
 	$(BIN)/python tools/doors.py
 
 # Every call of the system fails once, in every operation. The table goes to docs/hardening.md.
