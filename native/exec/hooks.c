@@ -121,6 +121,7 @@ static const char *next_file = ""; /* that has the next malloc */
 
 static char **environment; /* of a report; NULL: none is made */
 static void copy_environment(void);
+static void report(void);
 
 /* Returns whether calls of a name arrive here: a program may define it itself. A program that takes
  * the address of a function has an undefined symbol of it. */
@@ -226,6 +227,7 @@ __attribute__((constructor)) static void start(void) {
     if (!um__settings_now.active) {
         return;
     }
+    um__when_refused = um__settings_now.strict ? report : NULL;
     bool is_ours = um__settings_now.heap_bytes != SIZE_MAX;
     um__table_note_next(next_file, is_ours);
     if (!is_ours && um__settings_now.pid == um__sys_pid()) {
@@ -292,12 +294,6 @@ static void report(void) {
     if (posix_spawn(&child, program, NULL, NULL, words, environment) == 0) {
         while (waitpid(child, NULL, 0) < 0 && errno == EINTR) {
         }
-    }
-}
-
-__attribute__((constructor)) static void report_refusals(void) {
-    if (um__settings_now.strict) {
-        um__when_refused = report;
     }
 }
 

@@ -27,6 +27,7 @@ static _Atomic uint64_t slow_until;
 static _Atomic int was_said;
 static _Atomic uint64_t n_taken;
 static atomic_bool is_owing; /* something was freed while a thread forked */
+enum { STRICT_WAITS = 10 };
 void (*um__when_refused)(void);
 
 static size_t round_up(size_t nbytes, size_t to) {
@@ -191,9 +192,12 @@ static uint32_t numbered(uint32_t state) {
                                                           << UM__NUMBER_SHIFT;
 }
 
-/* Enters what was placed. Returns false if the table has no room. */
+/* Enters what was placed. Returns false if the table has no room, or a thread forks. */
 static bool enter(const um__record *record) {
-    um__table_lock();
+    /* Programs end for what `strict` refuses: a slow fork gets a second. */
+    for (int i = 1; !um__table_lock() && um__settings_now.strict && i < STRICT_WAITS; i++) {
+        um__table_unlock();
+    }
     bool done = um__table_add(*record);
     if ((record->state & UM__IS_PREFAULTED) != 0) {
         um__table_counts()->prefaulted_bytes -= record->nbytes; /* the table counts it now */
@@ -344,37 +348,46 @@ void *um__place_take(size_t nbytes, size_t align, um__via via, bool *zeroed) {
     if (!done && (!asked->strict || hugetlb_bytes() == 0)) {
         done = map_plain(&record, align);
     }
-    if (!done) {
-        um__table_look();
-        um__table_begin();
-        um__table_counts()->n_passed_on++;
-        um__table_end();
-        um__table_unlock();
-        if (asked->strict) {
-            say_refused(nbytes);
+    if (done) {
+        /* Programs take tables by malloc that they hardly fill. */
+        if (asked->prefault_bytes != 0 && via == UM__ALIGNED) {
+            prefault(&record);
+        } else {
+            try_pages(&record);
         }
-        return NULL;
+        record.state = numbered(record.state);
+        if (enter(&record)) {
+            return address_of(&record);
+        }
+        um__sys_unmap(address_of(&record), record.nbytes);
     }
-    /* Programs take tables by malloc that they hardly fill. */
-    if (asked->prefault_bytes != 0 && via == UM__ALIGNED) {
-        prefault(&record);
-    } else {
-        try_pages(&record);
+    um__table_look();
+    um__table_begin();
+    um__table_counts()->n_passed_on++;
+    um__table_end();
+    um__table_unlock();
+    if (asked->strict) {
+        say_refused(nbytes);
     }
-    record.state = numbered(record.state);
-    void *address = address_of(&record);
-    if (!enter(&record)) {
-        um__sys_unmap(address, record.nbytes);
-        return NULL;
-    }
-    return address;
+    return NULL;
 }
 
-static void end_mapping(const um__record *record) {
-    if (um__settings_now.report) {
-        um__table_note_end(record);
+/* Keeps a mapping, or takes it out: out_gone has room for all kept ones, and it. Wants the lock. */
+static int give(um__record *record, um__record *out_gone) {
+    int n = 0;
+    if (!keep(record, out_gone, &n)) {
+        um__table_remove(address_of(record), &out_gone[n++]);
     }
-    um__sys_unmap(address_of(record), record->nbytes);
+    return n;
+}
+
+static void end_mappings(const um__record *gone, int n) {
+    for (int i = 0; i < n; i++) {
+        if (um__settings_now.report) {
+            um__table_note_end(&gone[i]);
+        }
+        um__sys_unmap(address_of(&gone[i]), gone[i].nbytes);
+    }
 }
 
 bool um__place_give(void *address) {
@@ -386,41 +399,38 @@ bool um__place_give(void *address) {
         um__table_unlock();
         return false;
     }
-    if ((found->state & UM__IS_KEPT) != 0) {
+    if ((found->state & (UM__IS_KEPT | UM__IS_OWED)) != 0) {
         um__table_unlock(); /* a handler of SIGABRT may allocate */
         abort();            /* freed twice: the C library ends it so, too */
     }
-    if (!may_change) {
+    if (may_change) {
+        n = give(found, gone);
+    } else {
         is_owing = true; /* first: the child may see only this */
         um__table_set_state(found, found->state | UM__IS_OWED);
-    } else if (!keep(found, gone, &n)) {
-        um__table_remove(address, &gone[n++]);
     }
     um__table_unlock();
-    for (int i = 0; i < n; i++) {
-        end_mapping(&gone[i]);
-    }
+    end_mappings(gone, n);
     return true;
 }
 
 void um__place_settle(void) {
-    um__record *owed = NULL;
-    do {
-        void *address = NULL;
-        if (!is_owing) {
-            return;
-        }
-        /* If another thread forks now, it comes here afterwards. */
-        owed = um__table_lock() ? um__table_any(UM__IS_OWED) : NULL;
+    um__record gone[MOST_KEPT + 1];
+    while (is_owing) {
+        int n = 0;
+        bool may_change = um__table_lock();
+        um__record *owed = may_change ? um__table_any(UM__IS_OWED) : NULL;
+        is_owing = owed != NULL || !may_change;
         if (owed != NULL) {
-            address = address_of(owed);
             um__table_set_state(owed, owed->state & ~(uint32_t)UM__IS_OWED);
+            n = give(owed, gone);
         }
         um__table_unlock();
-        if (address != NULL) {
-            um__place_give(address);
+        end_mappings(gone, n);
+        if (!may_change) {
+            return; /* another thread forks, and comes here afterwards */
         }
-    } while (owed != NULL);
+    }
 }
 
 /* Gives a mapping another size, and another address if it has no room. Wants the lock: no other
@@ -495,6 +505,9 @@ bool um__place_range(void *address, size_t nbytes, bool touch) {
     } else {
         try_pages(&record);
     }
-    enter(&record); /* without room in the table it is placed, and not shown */
+    /* Without room in the table it is placed, and not shown: later.c does not know it. */
+    if (!enter(&record) && (record.state & UM__IS_DUE) != 0) {
+        um__sys_advise(address, nbytes, MADV_HUGEPAGE);
+    }
     return true;
 }

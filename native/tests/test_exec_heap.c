@@ -1,5 +1,6 @@
 #include "test_exec.h"
 
+#include <signal.h>
 #include <sys/wait.h>
 
 /* How many records are in use, and what they map. */
@@ -176,9 +177,11 @@ TEST(memory_is_passed_on_and_owed_while_a_thread_forks) {
     begin_with(THP_SETTINGS);
     unsigned char *at = um__large_malloc(20 * MIB), *grown = um__large_malloc(20 * MIB);
     memset(grown, 5, 20 * MIB);
+    uint64_t before = counts_now().n_passed_on;
     um__table_before_fork();
     void *passed_on = um__large_malloc(20 * MIB);
     CHECK(passed_on != NULL && um__table_find(passed_on) == NULL);
+    CHECK_EQ(counts_now().n_passed_on, before + 1);
     um__large_free(passed_on);
     um__large_free(at);
     unsigned char *copy = um__large_realloc(grown, 50 * MIB);
@@ -188,6 +191,56 @@ TEST(memory_is_passed_on_and_owed_while_a_thread_forks) {
     um__place_settle();
     CHECK(um__table_find(at) == NULL && um__table_find(grown) == NULL);
     um__large_free(copy);
+}
+
+static void *end_a_slow_fork(void *nothing) {
+    usleep(400000);
+    um__table_after_fork();
+    return nothing;
+}
+
+/* The fork of a large process takes longer than others wait. */
+TEST(strict_waits_for_a_slow_fork_and_then_refuses) {
+    begin_with(THP_SETTINGS " strict=1");
+    pthread_t other;
+    uint64_t before = counts_now().n_passed_on;
+    um__table_before_fork();
+    pthread_create(&other, NULL, end_a_slow_fork, NULL);
+    void *at = um__large_malloc(20 * MIB);
+    pthread_join(other, NULL);
+    CHECK(um__table_find(at) != NULL);
+    um__table_before_fork();
+    errno = 0;
+    CHECK(um__large_malloc(20 * MIB) == NULL && errno == ENOMEM);
+    CHECK_EQ(counts_now().n_passed_on, before + 1);
+    um__table_after_fork();
+    um__large_free(at);
+}
+
+/* A child of a fork frees what another thread freed meanwhile, and memory is freed once. */
+TEST(what_is_owed_is_freed_once) {
+    begin_with(THP_SETTINGS);
+    void *at = um__large_malloc(20 * MIB);
+    um__table_before_fork();
+    um__large_free(at);
+    pid_t children[2];
+    for (int again = 0; again < 2; again++) {
+        children[again] = fork();
+        if (children[again] == 0 && again) {
+            um__large_free(at);
+        } else if (children[again] == 0) {
+            um__table_in_child();
+            um__place_settle();
+            _exit(um__table_find(at) == NULL ? 0 : 1);
+        }
+    }
+    um__table_after_fork();
+    um__place_settle();
+    int gone = -1, aborted = -1;
+    waitpid(children[0], &gone, 0);
+    waitpid(children[1], &aborted, 0);
+    CHECK_EQ(gone, 0);
+    CHECK(WIFSIGNALED(aborted) && WTERMSIG(aborted) == SIGABRT);
 }
 
 /* ---- many threads at random ---- */

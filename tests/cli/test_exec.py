@@ -30,12 +30,13 @@ pytest.importorskip("typer", reason="the command line needs typer: pip install '
 import unimem as um
 import unimem_exec as launch
 from support.files import gguf_files as gf
-from support.kernel.huge_pages import no_huge_pages  # noqa: F401 -- a fixture
+from support.kernel.huge_pages import eight_huge_pages, no_huge_pages  # noqa: F401 -- fixtures
 from support.models.llama_cpp import llama_library
 from support.project.building import run, tool
 from support.project.checkout import ROOT
 from support.project.documents import check_document
 from support.terminal.screens import run_anew, show
+from unimem.staging.llama_cpp import cpu_features
 from unimem.system.policy import parse_numa
 
 cli_exec = importlib.import_module("unimem.cli.exec")
@@ -294,6 +295,37 @@ def test_an_empty_pool_is_refused(monkeypatch: pytest.MonkeyPatch, no_huge_pages
     assert "nr_hugepages" in screen.err
 
 
+@pytest.mark.usefixtures("eight_huge_pages")
+def test_a_pool_that_is_too_small_is_named_where_it_fails(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    script = "print(c.malloc(12 * MIB) is not None, c.malloc(40 * MIB), flush=True); os.abort()"
+    with start(script, "--pages", "2m", "--strict", "--report", str(file)) as process:
+        out, err = process.communicate()
+    assert (process.returncode, out) == (-signal.SIGABRT, "True None\n"), err
+    assert "--strict: an allocation of 40 MiB has failed: 18 huge pages are missing" in err
+    assert re.search(r"echo \d+ > /sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages", err)
+    assert json.loads(file.read_text())["facts"]["exec"]["n_passed_on"] == 1
+
+
+TABLE = """
+def rss():
+    text = open("/proc/self/smaps_rollup").read()
+    return int(text.split("Rss:")[1].split()[0]) << 10
+before, at = rss(), ctypes.c_void_p()
+table = c.malloc(320 * MIB)
+touched = rss()
+c.posix_memalign(ctypes.byref(at), 64, 40 * MIB)
+print(touched - before, rss() - touched)
+"""
+
+
+def test_prefault_leaves_the_tables_of_malloc_alone() -> None:
+    """A scheduler's table of ggml: a trial touches a sixteenth, where the host takes free pages."""
+    table, tensors = map(int, of_script(TABLE, "--prefault").split())
+    assert table <= (320 // 16 + 1) * MIB
+    assert tensors >= 40 * MIB
+
+
 @pytest.mark.parametrize(
     ("numa", "text"),
     [
@@ -419,7 +451,31 @@ def test_the_report_says_what_was_placed(tmp_path: Path) -> None:
     assert "libc" in facts["allocator"]
 
 
+def test_the_page_begins_with_what_became_huge() -> None:
+    with start("kept = fill(c.malloc(40 * MIB), 40 * MIB)", "--report", "-") as process:
+        first = process.communicate()[1].splitlines()[0]
+    assert re.fullmatch(
+        r"huge pages +[\d.]+ M?i?B of [4-9]\d\.\d MiB that unimem exec placed .*", first
+    )
+
+
 # ---- models -------------------------------------------------------------------------------------
+
+
+def test_a_model_without_suffix_is_staged_and_its_copies_named(tmp_path: Path) -> None:
+    model = tmp_path / "sha256-0011"  # as ollama names it
+    rows = [gf.tensor("blk.0.ffn_up.weight", (256, 32), 12, 0)]  # q4_K
+    model.write_bytes(gf.with_data(gf.head(len(rows), 0), *rows, nbytes=32 * 144)[0])
+    script = "import sys; print(sys.argv[1])"
+    screen = run_anew("exec", "--stage", "--", *PYTHON, script, model, code=MAIN)
+    try:
+        assert screen.code == 0, screen.err
+        assert Path(screen.out.strip()).read_bytes() == model.read_bytes()
+        assert screen.out.strip() != str(model)
+        copies = {"avx2", "amx_int8", "asimddp"} & cpu_features()
+        assert screen.err.count("makes a copy of its own of up to 4.5 KiB of it") == bool(copies)
+    finally:
+        run_anew("stage", "--drop", str(model), code=MAIN)
 
 
 def test_models_among_the_arguments_are_staged() -> None:

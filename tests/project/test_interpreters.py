@@ -31,6 +31,7 @@ def test_every_interpreter_is_kept_from_the_current_folder() -> None:
         "chat.py": "'-P'",
         "ggml_trial.py": "'-P'",
         "keeper.py": "'-I'",
+        "new_process.py": "'-P'",
     }
     assert started == {*options, "__init__.py"}, "unimem_exec becomes the user's program"
     spawned = re.findall(r"\bwords\[\] = \{(.*)\}", (ROOT / "native/exec/hooks.c").read_text())

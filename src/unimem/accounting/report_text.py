@@ -38,7 +38,7 @@ _SHORTFALLS = {
     "n_stalled": "got small pages, since the kernel was slow to find huge ones",
     "n_unbound": "are not on the requested nodes: the kernel refused",
     "n_unlocked": "are not locked: the limit on locked memory was reached",
-    "n_passed_on": "had no room, and went to the program's own allocator",
+    "n_passed_on": "had no room or met a fork, and went to the program's own allocator",
 }
 _WIDE = 110  # columns, enough for the high water
 

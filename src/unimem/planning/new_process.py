@@ -98,7 +98,7 @@ def measure_process() -> NewProcess | str:
                 return found
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _CODE],
+            [sys.executable, "-P", "-c", _CODE],
             capture_output=True,
             text=True,
             timeout=_SECONDS,
