@@ -30,7 +30,7 @@ __all__ = ["cache", "leaves_nothing", "model"]  # fixtures
 pytestmark = uses_images
 
 EDGES = [0, 1, 32, 63, 64, 4095, 4096, 4097, 2**31, 2**32 - 1, 2**46, 2**63, 2**64 - 1]
-VALUES = st.one_of(
+VALUES: st.SearchStrategy[Any] = st.one_of(
     st.sampled_from([*EDGES, -64, 64.0, 1e999, None, True, "", "\ud800", "\0", "x" * 5000, [], {}]),
     st.lists(st.sampled_from([*EDGES, -1, None, "a"]), max_size=4),
     st.dictionaries(st.sampled_from(["files", "a"]), st.sampled_from([[], [[]], 0]), max_size=2),
