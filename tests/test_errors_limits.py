@@ -11,6 +11,12 @@ import pytest
 from conftest import Run
 from support.files.prefix_stores import MODEL, TOKENS, cache, opened
 
+pytest.importorskip(
+    "unimem.backends.ggml",
+    reason="the engine needs ggml: pip install ./ggml '.[run]'",
+    exc_type=ImportError,
+)
+
 # Each gets files that are there (`given`) and an empty `folder`.
 OPERATIONS = {
     "block": "int(um.Block(8 * MIB).as_array('uint8', 8).sum())",
