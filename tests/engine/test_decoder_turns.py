@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -76,6 +77,44 @@ def test_leaving_a_with_waits_for_the_token_in_flight() -> None:
         assert decoder.layout.closed
     (error,) = raised
     assert isinstance(error, um.ClosedError)
+
+
+def test_a_server_of_asyncio_may_cancel_a_generation() -> None:
+    """The thread of a cancelled task goes on until the next conversation begins."""
+    begun, go, raised = threading.Event(), threading.Event(), []
+
+    def wait_first(compute: Callable[[], int], _given: Computation) -> int:
+        begun.set()
+        assert go.wait(SECONDS)
+        return compute()
+
+    def text(n: int) -> list[str]:
+        return list(decoder.generate("Once", n))
+
+    def work() -> None:
+        try:
+            text(40)
+        except RuntimeError as error:
+            raised.append(str(error))
+
+    async def serve() -> list[str]:
+        cancelled = asyncio.create_task(asyncio.to_thread(work))
+        await asyncio.to_thread(begun.wait, SECONDS)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        again = asyncio.create_task(asyncio.to_thread(text, 4))
+        while not decoder._turn.n_waiting:
+            await asyncio.sleep(0.001)
+        go.set()
+        return await asyncio.wait_for(again, SECONDS)
+
+    with Decoder(embedded_model(), ctx=64, threads=1) as decoder:
+        expected = text(4)
+        with computing_by(decoder, wait_first):
+            assert asyncio.run(serve()) == expected  # it ends with its threads
+        assert raised == ["a new conversation has begun; this one cannot go on"]
+        assert text(4) == expected
 
 
 def test_a_forked_child_does_not_wait() -> None:

@@ -135,7 +135,8 @@ class NewFile(Closing):
             return False
         except OSError as error:
             # Without locks, no writer takes the file for a stale one.
-            return error.errno in {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
+            if error.errno not in {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}:
+                raise
         return True
 
     def _set_direct(self) -> bool:
@@ -143,7 +144,7 @@ class NewFile(Closing):
         try:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_DIRECT)
         except OSError as error:
-            if error.errno != errno.EINVAL:
+            if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:
                 raise
             return False
         return True

@@ -100,7 +100,10 @@ def starting_threads() -> Iterator[None]:
     except RuntimeError as error:
         if "start new thread" not in str(error):
             raise
-        why = f"{error}: 'ulimit -u', or pids.max of the cgroup, limits how many there are"
+        why = (
+            f"{error}: 'ulimit -u', or pids.max of the cgroup, limits how many there are, and "
+            "'ulimit -v' the memory for their stacks"
+        )
         raise OSError(errno.EAGAIN, why) from None
 
 

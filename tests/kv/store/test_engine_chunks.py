@@ -13,6 +13,7 @@ import pytest
 import unimem as um
 from support.files.prefix_stores import shm
 from unimem.kv.store.engine_chunks import EngineChunks
+from unimem.kv.store.ram_tier import RamTier
 
 __all__ = ["shm"]  # a fixture
 
@@ -122,6 +123,18 @@ def test_a_clock_that_jumps_fills_no_tier_for_good(
             assert chunks.put(key := bytes([i]), chunk(i)), (i, days)
             assert chunks.get(key, out)
             np.testing.assert_array_equal(out, chunk(i))
+
+
+@pytest.mark.parametrize("tier", ["ram_bytes", "disk_bytes"])
+def test_a_use_marks_a_chunk_from_the_future_anew(tmp_path: Path, shm: Path, tier: str) -> None:
+    now = time.time_ns()
+    with opened(tmp_path / "s", **{"ram_bytes": 0, "disk_bytes": 0, tier: 1 << 20}) as store:
+        chunks = EngineChunks(store, "engine", SIZE)
+        assert chunks.put(b"a", chunk(1), now + 24 * 3600 * 10**9)  # a clock that jumped
+        assert chunks.get(b"a", chunk(2))
+        marks = [path.stat().st_mtime_ns for path in (tmp_path / "s").glob("*.kv")]
+        marks += [tier._used.min() for tier in store._tiers if isinstance(tier, RamTier)]
+        assert [abs(mark - now) < 3600 * 10**9 for mark in marks] == [True]
 
 
 def test_a_prompt_in_any_order_keeps_its_beginning(tmp_path: Path) -> None:

@@ -254,7 +254,7 @@ class RamTier:
             record = self._records[at].copy()
             n, begin = int(record["nbytes"]), int(record["first"]) * self._unit
             take(self._data[begin : begin + n])
-        if time.time_ns() - self._used[at] > MARK_AFTER_NS:
+        if abs(time.time_ns() - self._used[at]) > MARK_AFTER_NS:
             self.touch([key], time.time_ns())
         is_same = self._records["generation"][at] == record["generation"]
         return n if is_same and bytes(record["key"]) == key and self._tags[at] else 0

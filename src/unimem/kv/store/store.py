@@ -39,8 +39,8 @@ from unimem.system.placement import Placement
 __all__ = ["KVStore", "StoreStat"]
 
 _MOST_CHUNK_TOKENS = 1 << 20
-# Errors that say nothing about the chunk that is read.
-_BUSY = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR}
+# Errors of a disk that has lost a chunk. Others, as of a server's folder, say nothing about it.
+_LOST = {errno.EIO, errno.EBADMSG, errno.EUCLEAN}
 
 
 @dataclass(frozen=True, slots=True)
@@ -498,7 +498,7 @@ class KVStore(Closing):
                     continue
             except OSError as error:
                 fault = error.strerror or str(error)
-                if error.errno in _BUSY:
+                if error.errno not in _LOST:
                     policy.warn(f"a chunk of the store {self.folder} cannot be read now: {fault}")
                     continue
             if fault is None:

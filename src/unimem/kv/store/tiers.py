@@ -46,7 +46,8 @@ _ENTRY_BYTES = 8192
 FOLDER_BYTES = 16384
 # A full tier makes room for many chunks at once, so that files are listed and sorted seldom.
 _SHARE_OF_ROOM = 16
-# A read marks a file that was not marked for this long: `touch` keeps the order of a prefix.
+# A read marks a file that was not marked for this long: `touch` keeps the order of a prefix. The
+# mark of a clock that jumped may as well lie this long in the future.
 MARK_AFTER_NS = 60 * 10**9
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM}
 _NO_ALLOCATION = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
@@ -160,7 +161,7 @@ class FolderTier:
             n = info.st_size
             if n != self._file_bytes(out.nbytes):
                 return n
-            if time.time_ns() - info.st_mtime_ns > MARK_AFTER_NS:
+            if abs(time.time_ns() - info.st_mtime_ns) > MARK_AFTER_NS:
                 os.utime(fd)
             rest, offset = out.data, 0
             while rest:

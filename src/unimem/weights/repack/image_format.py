@@ -31,6 +31,8 @@ __all__ = [
 ALIGN = 4096
 """Of the data and of the file's end, for mappings and for reads past the page cache."""
 _MOST_TABLE_BYTES = 64 << 20
+# The least text for each array and object of a large table, which take 64 bytes of memory.
+_NESTED_BYTES = 16
 
 _TENSOR_ALIGN = 64
 _MOST_BYTES = 1 << 46  # the address space has 47 bits
@@ -160,6 +162,8 @@ def parse(head: bytes, file_bytes: int, path: str) -> ImageHeader:
 
 def _parse_table(text: bytes, data_bytes: int) -> tuple[dict[str, Any], str, tuple[Any, ...]]:
     """Read the table; raise ValueError for the first rule that it breaks."""
+    n_nested, most = text.count(b"[") + text.count(b"{"), 1000 + len(text) // _NESTED_BYTES
+    _expect(n_nested <= most, f"fewer arrays and objects than {most}", n_nested)
     found = json.loads(text.decode())
     _expect(isinstance(found, dict), "an object", found)
     names = {"identity": dict, "model": str, "tensors": list}
