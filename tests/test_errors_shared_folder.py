@@ -125,3 +125,10 @@ def test_a_stage_is_made_or_refused(model: Path, module: Any, name: str, number:
         pass
     with um.stage(model) as stage:
         assert Path(stage.path).read_bytes() == model.read_bytes()
+
+
+def test_a_store_names_a_folder_without_locks(tmp_path: Path) -> None:
+    match = "flock.*local disk.*" + tmp_path.name
+    failed = pytest.raises(OSError, match=match)
+    with opened(tmp_path) as store, failing(fcntl, "flock", errno.ENOTSUP), failed:
+        store.stat()

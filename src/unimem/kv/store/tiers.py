@@ -273,6 +273,10 @@ class FolderTier:
         with self._mutex:  # a lock of the process does not exclude its own threads
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
+            except OSError as error:
+                what = f"a store locks its folder (flock): {error.strerror}; choose a local disk"
+                raise OSError(error.errno, what, self.folder) from None
+            try:
                 yield
             finally:
                 fcntl.flock(self._lock, fcntl.LOCK_UN)
