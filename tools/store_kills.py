@@ -213,6 +213,9 @@ def kill_at_random(folder: Path, n_workers: int, n_operations: int, n_kills: int
 
 # ---- damage ----
 
+# From where on a chunk is replaced by another one: a header has its hash behind its identity.
+FIRSTS = (0, 64)
+
 
 def flip(rng: random.Random, path: Path, _: Path) -> None:
     """Flip a bit."""
@@ -228,10 +231,11 @@ def resize(rng: random.Random, path: Path, _: Path) -> None:
     os.truncate(path, rng.choice([rng.randrange(1, max(2, size)), size + rng.randrange(1, 4096)]))
 
 
-def swap(_: random.Random, path: Path, other: Path) -> None:
-    """Replace it by another chunk, as far as that fits."""
+def swap(rng: random.Random, path: Path, other: Path) -> None:
+    """Replace it by another chunk, as far as that fits, as a whole or but for the beginning."""
     with open(path, "r+b") as file:
-        file.write(other.read_bytes()[: os.fstat(file.fileno()).st_size])
+        first = file.seek(rng.choice(FIRSTS))
+        file.write(other.read_bytes()[first : os.fstat(file.fileno()).st_size])
 
 
 DAMAGES: tuple[Callable[[random.Random, Path, Path], None], ...] = (flip, resize, swap)
@@ -258,7 +262,7 @@ def damage(rng: random.Random, tier: Tier) -> int:
 
 
 def damage_pool(rng: random.Random, tier: RamTier) -> int:
-    """Flip a bit of a chunk in RAM, or replace it by another chunk."""
+    """Flip a bit of a chunk in RAM, or replace it by another chunk, as `swap` does."""
     chunks = tier.extents()
     if len(chunks) < 2:
         return 0
@@ -268,7 +272,9 @@ def damage_pool(rng: random.Random, tier: RamTier) -> int:
             at += rng.randrange(nbytes)
             data = bytes([os.pread(pool.fileno(), 1, at)[0] ^ 1 << rng.randrange(8)])
         else:
-            data = os.pread(pool.fileno(), nbytes, other)
+            first = rng.choice(FIRSTS)
+            at += first
+            data = os.pread(pool.fileno(), nbytes - first, other + first)
         os.pwrite(pool.fileno(), data, at)
     return 1
 

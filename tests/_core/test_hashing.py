@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,23 @@ def test_much(n: int, offset: int) -> None:
     assert expected == copy_hashed(data) == copy_hashed(data, out[offset:])
     np.testing.assert_array_equal(out[offset:], data)
     assert not out[:offset].any()
+
+
+def test_the_hash_is_that_of_the_copy_if_the_data_changes() -> None:
+    """The copy changes the data: both are mappings of the same memory, 16 bytes apart."""
+    fd = os.memfd_create("data")
+    os.truncate(fd, 1 << 20)
+    wrong = []
+    with open(fd, "r+b") as file, mmap.mmap(fd, 0) as one, mmap.mmap(fd, 0) as other:
+        for n in [*range(1, 5000, 7), (1 << 18) + 100]:
+            file.seek(0)
+            file.write(BYTES[: 1 << 20].data)
+            file.flush()
+            with memoryview(one) as data, memoryview(other) as out:
+                found = copy_hashed(data[16 : 16 + n], out[:n], n % 5)
+                if found != xxhash.xxh3_128_digest(bytes(out[:n]) + bytes(n % 5)):
+                    wrong.append(n)
+    assert wrong == []
 
 
 @pytest.mark.parametrize(

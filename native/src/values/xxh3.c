@@ -156,12 +156,14 @@ static u128 of_short(const uint8_t *in, size_t n) {
 static void add_scalar(uint64_t sums[UM__LANES], uint8_t *out, const uint8_t *in, size_t n_stripes,
                        const uint8_t *key, bool streams) {
     (void)streams;
-    if (out != NULL) {
-        memcpy(out, in, n_stripes * UM__STRIPE);
-    }
     for (size_t stripe = 0; stripe < n_stripes; stripe++, in += UM__STRIPE, key += 8) {
+        uint64_t words[UM__LANES];
+        memcpy(words, in, UM__STRIPE);
+        if (out != NULL) {
+            memcpy(out + stripe * UM__STRIPE, words, UM__STRIPE);
+        }
         for (size_t i = 0; i < UM__LANES; i++) {
-            uint64_t word = r64(in + 8 * i), keyed = word ^ r64(key + 8 * i);
+            uint64_t word = words[i], keyed = word ^ r64(key + 8 * i);
             sums[i ^ 1] += word;
             sums[i] += (uint32_t)keyed * (keyed >> 32);
         }
@@ -247,28 +249,35 @@ static const uint8_t *part(uint8_t *out, const input *in, size_t first, size_t n
 
 static u128 copy_long(um__xxh3_code *code, uint8_t *out, const input *in) {
     uint64_t sums[UM__LANES] = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1};
-    size_t n_blocks = (in->n_all - 1) / BLOCK, n_copied = 0;
+    size_t n_blocks = (in->n_all - 1) / BLOCK, n_whole = in->nbytes / BLOCK;
     bool streams = out != NULL && in->nbytes >= STREAMED && (uintptr_t)out % UM__STRIPE == 0;
-    uint8_t rest[BLOCK];
-    for (size_t i = 0; i <= n_blocks; i++) {
-        size_t first = i * BLOCK;
-        size_t n = i < n_blocks ? BLOCK_STRIPES : (in->n_all - 1 - first) / UM__STRIPE;
-        size_t end = first + n * UM__STRIPE;
-        if (end <= in->nbytes) {
-            code(sums, out == NULL ? NULL : out + first, in->bytes + first, n, secret, streams);
-            n_copied = end;
-        } else {
-            code(sums, NULL, part(rest, in, first, n * UM__STRIPE), n, secret, false);
-        }
+    n_whole = n_whole < n_blocks ? n_whole : n_blocks;
+    n_whole -= n_whole > 0; /* the last stripe may begin in the last whole block */
+    for (size_t i = 0; i < n_whole; i++) {
+        uint8_t *to = out == NULL ? NULL : out + i * BLOCK;
+        code(sums, to, in->bytes + i * BLOCK, BLOCK_STRIPES, secret, streams);
+        scramble(sums);
+    }
+    /* Others may write to the input: what is hashed twice is read once, and what is copied, too. */
+    uint8_t bytes[2 * BLOCK], stripes[BLOCK];
+    size_t begin = n_whole * BLOCK;
+    input rest = {bytes, in->nbytes - begin, in->n_all - begin};
+    if (rest.nbytes > 0) {
+        memcpy(bytes, in->bytes + begin, rest.nbytes);
+    }
+    if (out != NULL && rest.nbytes > 0) {
+        memcpy(out + begin, bytes, rest.nbytes);
+    }
+    for (size_t i = n_whole; i <= n_blocks; i++) {
+        size_t first = i * BLOCK - begin;
+        size_t n = i < n_blocks ? BLOCK_STRIPES : (rest.n_all - 1 - first) / UM__STRIPE;
+        code(sums, NULL, part(stripes, &rest, first, n * UM__STRIPE), n, secret, false);
         if (i < n_blocks) {
             scramble(sums);
         }
     }
-    code(sums, NULL, part(rest, in, in->n_all - UM__STRIPE, UM__STRIPE), 1,
+    code(sums, NULL, part(stripes, &rest, rest.n_all - UM__STRIPE, UM__STRIPE), 1,
          secret + SECRET - UM__STRIPE - 7, false);
-    if (out != NULL && n_copied < in->nbytes) {
-        memcpy(out + n_copied, in->bytes + n_copied, in->nbytes - n_copied);
-    }
 #if defined(__x86_64__)
     if (streams) {
         _mm_sfence(); /* before whatever tells others of the bytes */
@@ -288,7 +297,7 @@ void um__copy_hashed(um__xxh3_code *code, void *out, const void *in, size_t nbyt
         uint8_t bytes[SHORT];
         hash = of_short(part(bytes, &all, 0, all.n_all), all.n_all);
         if (out != NULL && nbytes > 0) {
-            memcpy(out, in, nbytes);
+            memcpy(out, bytes, nbytes);
         }
     }
     uint64_t words[2] = {__builtin_bswap64(hash.high), __builtin_bswap64(hash.low)};

@@ -116,6 +116,19 @@ def test_a_swapped_chunk_is_noticed() -> None:
     assert "another chunk" in fault
 
 
+def test_a_mixture_of_two_chunks_is_noticed() -> None:
+    """Two writers of one place leave it, or a reader finds it beside a writer."""
+    other, other_key = np.zeros(CHUNK.nbytes, np.uint8), KEY[::-1]
+    seal(CHUNK, other_key, other)
+    unnoticed = []
+    for end in [*range(33, 97), HEADER_BYTES, HEADER_BYTES + 64]:
+        for begin, rest in ((sealed(), other), (other, sealed())):
+            mixed = np.concatenate([begin[:end], rest[end:]])
+            if None in (find_fault(CHUNK, key, mixed) for key in (KEY, other_key)):
+                unnoticed.append(end)
+    assert unnoticed == []
+
+
 @pytest.mark.parametrize("dims", [(16, 0), (12, 4), (4, 12)])
 def test_a_chunk_of_other_heads_is_noticed(dims: tuple[int, int]) -> None:
     """The same number of bytes and the same identity, in other lanes."""

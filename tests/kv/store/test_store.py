@@ -332,7 +332,13 @@ def swap(path: Path) -> None:
     shutil.copy(other, path)
 
 
-@pytest.mark.parametrize("damage", [flip, cut, lengthen, swap])
+def mix(path: Path) -> None:
+    """Leave the identity, and replace the hash and the data."""
+    other = next(each for each in files_of(path.parent) if each != path)
+    path.write_bytes(path.read_bytes()[:64] + other.read_bytes()[64:])
+
+
+@pytest.mark.parametrize("damage", [flip, cut, lengthen, swap, mix])
 def test_a_damaged_chunk_is_a_miss_and_is_removed(
     tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
