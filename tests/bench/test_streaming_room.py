@@ -39,7 +39,8 @@ def test_no_run_is_killed_or_takes_more_than_its_plan(
     assert tool.main(["--runs", "3", "--model", str(path), "--record", str(record)]) == 0
     found = json.loads(record.read_text())["runs"]
     assert [each["percent"] for each in found] == [90, 100, 110]
-    assert [len(each.get("tokens", ())) for each in found] == [0, 24, 24]
+    # A model this small needs less beside its plan than the tool leaves, so that none is refused.
+    assert [len(each.get("tokens", ())) for each in found] == [24, 24, 24]
     assert "| killed | 0 |" in page.read_text()
 
 

@@ -410,9 +410,8 @@ def test_a_run_reads_as_much_from_disk_as_planned(monkeypatch: Patch) -> None:
     assert screen.code == 0
     told = json.loads(screen.out)["plan"]
     assert (told["verdict"], told["spilled_bytes"]) == ("reads from disk", 256 << 10)
-    planned = show("plan", "--ctx", "100", "--threads", "1", "--load", "map", "--json")
-    assert planned.code == 4
-    assert json.loads(planned.out)["spilled_bytes"] == 256 << 10
+    planned = um.plan(embedded_model(), ctx=100, threads=1, load="map")
+    assert planned.spilled_bytes == 256 << 10
 
 
 def test_a_run_streams_a_model_without_room_or_into_a_budget(monkeypatch: Patch) -> None:
