@@ -35,7 +35,8 @@ def changed(raw: bytes, changes: list[tuple[str, int]]) -> bytes:
             data[value % n] ^= 1
         elif name == "zeros" and n < len(data):
             data[n] ^= 1
-    fields["hash"] = copy_hashed(bytes(data[:n]), None, len(data) - n)
+    digest = copy_hashed(bytes(data[:n]), None, len(data) - n)
+    fields["hash"] = bytes(a ^ b for a, b in zip(digest, fields["key"], strict=False))
     image = _HEADER.pack(fields).ljust(HEADER_BYTES, b"\0") + data
     names = [name for name, _ in changes]
     return image[: -1 if "cut" in names else None] + b"\0" * ("grow" in names)
