@@ -237,6 +237,8 @@ def proxied(server: llama_server.Running, store: str, model: Path, folder: Path)
                 raise RuntimeError(process.stderr.read())
             threading.Thread(target=process.stderr.read, daemon=True).start()
             yield process, line.split()[1].rstrip(",")
+            process.terminate()  # an answer is stored before it ends
+            process.wait(60)
         finally:
             process.kill()
 

@@ -8,7 +8,7 @@ process included: below that, the verdict is "does not fit". `unimem run` then r
 limits from 16 MiB below it up to it: as it is asked for, five times. Whoever has what the plan asks
 for may be neither killed nor refused, and the least limit at which all five live is at most 5 % or
 8 MiB below; else this ends with status 1. `--write` puts the table into docs/plan.md. By default
-all cases are run; a mapped model of which nothing stays reads it again for each token, and takes an
+all cases are run; a mapped model that has no room at all is read again for each token, and takes an
 hour on a slow disk.
 """
 

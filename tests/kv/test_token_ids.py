@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unimem.kv.token_ids import token_ids
+from unimem.kv.token_ids import n_common, token_ids
 
 
 @pytest.mark.parametrize("given", [[], (0, 2**31 - 1), range(3), np.arange(4, dtype="u8")[::2]])
@@ -36,3 +36,8 @@ def test_ids_are_a_new_array_of_int32(given: Any) -> None:
 def test_other_things_are_refused_by_the_arguments_name(given: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=r"^ids: expected"):
         token_ids(given, "ids")
+
+
+def test_common_first_tokens() -> None:
+    pairs = [((), (1,)), ((1, 2), (1, 2, 3)), ((1, 2, 3), (1, 5, 3)), ((4,), (5,))]
+    assert [n_common(token_ids(a), token_ids(b)) for a, b in pairs] == [0, 2, 1, 0]

@@ -4,16 +4,11 @@ import threading
 
 import numpy as np
 
-from unimem.llama_cpp.slots import ServerSlots, n_common
+from unimem.llama_cpp.slots import ServerSlots
 
 
 def ids(*tokens: int) -> np.ndarray:
     return np.array(tokens, np.int32)
-
-
-def test_common_first_tokens() -> None:
-    pairs = [((), (1,)), ((1, 2), (1, 2, 3)), ((1, 2, 3), (1, 5, 3)), ((4,), (5,))]
-    assert [n_common(ids(*a), ids(*b)) for a, b in pairs] == [0, 2, 1, 0]
 
 
 def test_the_slot_with_the_longest_prefix_is_taken_then_the_oldest() -> None:

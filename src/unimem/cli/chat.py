@@ -47,6 +47,7 @@ from unimem.cli.options import (
     path_or_url,
 )
 from unimem.errors import CacheFull, FormatError
+from unimem.kv.token_ids import n_common, token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -127,10 +128,9 @@ class Dialogue:
                 kv.seq_len,
                 len(ids),
             )
-        known = decoder._forward.ids[: decoder._forward.n_known].tolist()
+        known = decoder._forward.ids[: decoder._forward.n_known]
         # The last one is computed in any case, for its logits.
-        most = min(len(known), len(ids) - 1)
-        n_same = next((i for i in range(most) if known[i] != ids[i]), most)
+        n_same = n_common(known, token_ids(ids[:-1]))
         n_kept = kv.seq_len - (kv.next_position - n_same)  # a window has dropped others
         try:
             kv.crop(n_kept)

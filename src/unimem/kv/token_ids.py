@@ -1,4 +1,4 @@
-"""The one check of token ids: any sequence of integers becomes an array of ids."""
+"""Token ids: one check of any sequence of integers, and what two sequences begin with."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Tokens", "token_ids"]
+__all__ = ["Tokens", "n_common", "token_ids"]
 
 Tokens: TypeAlias = Sequence[int] | NDArray[Any]
 
@@ -42,3 +42,10 @@ def token_ids(tokens: Tokens, what: str = "tokens") -> NDArray[np.int32]:
         got = f"{given.min()} to {given.max()}"
         raise ValueError(f"{what}: expected ids from 0 to 2**31 - 1, got {got}")
     return given.astype(np.int32)
+
+
+def n_common(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
+    """Return how many first tokens are equal."""
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if differ.size else n

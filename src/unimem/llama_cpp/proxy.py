@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 from unimem.base.arguments import file_path, instance, string
 from unimem.errors import CapacityError, FormatError
 from unimem.kv.store.store import KVStore
-from unimem.kv.token_ids import token_ids
+from unimem.kv.token_ids import n_common, token_ids
 from unimem.llama_cpp.identity import model_hash
 from unimem.llama_cpp.prefixes import LlamaPrefixes
 from unimem.llama_cpp.server import LlamaServer
-from unimem.llama_cpp.slots import ServerSlots, n_common
+from unimem.llama_cpp.slots import ServerSlots
 from unimem.llama_cpp.state import CellRows
 
 __all__ = ["RESTORED", "SlotProxy"]

@@ -9,14 +9,9 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ServerSlots", "n_common"]
+from unimem.kv.token_ids import n_common
 
-
-def n_common(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
-    """Return how many first tokens are equal."""
-    n = min(len(a), len(b))
-    differ = np.flatnonzero(a[:n] != b[:n])
-    return int(differ[0]) if differ.size else n
+__all__ = ["ServerSlots"]
 
 
 class ServerSlots:
