@@ -228,7 +228,8 @@ def _access(mode: str | None, group: str | None, backing: str) -> dict[str, Any]
     if mode is not None and not re.fullmatch("0?4[04][04]", mode):
         raise typer.BadParameter(f"--mode: expected 0400, 0440 or 0444, got {mode!r:.40}")
     try:
-        gid = -1 if group is None else grp.getgrnam(group).gr_gid
+        is_number = group is None or group.isdecimal()  # containers have no names
+        gid = int(group or -1) if is_number else grp.getgrnam(str(group)).gr_gid
     except KeyError:
         raise typer.BadParameter(f"--group: there is no group {group!r:.60}") from None
     return {"backing": "shm", "mode": int(mode or "0440", 8), "group": gid}

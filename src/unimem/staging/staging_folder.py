@@ -34,6 +34,7 @@ __all__ = [
     "link_into",
     "open_staging_folder",
     "staged_ns",
+    "staged_values",
 ]
 
 _ENTRY = re.compile(r"[0-9a-f]{32}")
@@ -109,6 +110,22 @@ def entries(found: Sequence[Held]) -> list[Remembered]:
     """Return what is remembered of each of these models."""
     folder = open_staging_folder()
     return [Remembered(staged_ns(held)) if folder is None else folder.entry(held) for held in found]
+
+
+def staged_values() -> list[tuple[str, tuple[str, ...], float]]:
+    """Return the name, the labels and the value of each metric of what is staged."""
+    found, values = holders(), list[tuple[str, tuple[str, ...], float]]()
+    for held, entry, readers in zip(found, entries(found), find_readers(found), strict=True):
+        labels = (str(held.pid), held.source)
+        n_readers = len(readers.pids) + readers.has_others
+        unused_s = 0.0 if readers else (time.time_ns() - entry.used_ns) / 1e9
+        values.append(("unimem_staged_bytes", (*labels, held.backing), held.nbytes))
+        values.append(("unimem_staged_readers", labels, n_readers))
+        values.append(("unimem_staged_unused_seconds", labels, unused_s))
+    folder = open_staging_folder()
+    if folder is not None and (budget := folder.budget_bytes) is not None:
+        values.append(("unimem_staged_budget_bytes", (), budget))
+    return values
 
 
 class StagingFolder:
