@@ -50,6 +50,7 @@ from support.processes.staged_models import (
     stop,
 )
 from support.processes.warm_python import start
+from support.project.documents import check_document
 from support.terminal.screens import MAIN, Screen, run_command, show, start_command
 from unimem.errors import CapacityError
 from unimem.staging import keeper as stage_held
@@ -280,6 +281,7 @@ def test_json(model: Path) -> None:
     code, out, _ = run(model, "--json")
     assert code == 0
     document = json.loads(out)
+    check_document(document)
     assert document["schema"] == SCHEMA
     assert document["path"] in document["paths"]
     assert (document["source"], document["nbytes"]) == (str(model), model.stat().st_size)
@@ -522,6 +524,7 @@ def test_a_budget_drops_the_least_recently_used(own: Path) -> None:
     assert err.endswith("unimem: staged models take at most 2.1 MiB\n")
     assert [Path(held.source).name for held in kept(own)] == ["0.gguf", "3.gguf"]
     document = json.loads(run("--unpin", models[0], "--json").out)[0]
+    check_document(document)
     assert (document["pinned"], document["readers"], document["has_hidden_readers"]) == (
         False,
         [],
