@@ -56,7 +56,7 @@ def stage(model: Path, backing: str, kill_after: float | None) -> tuple[int, dic
     with open(out) as lines:
         text = lines.read()
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return code, json.loads(text) if code == 0 else {}
+    return code, json.loads(text) if text.endswith("\n") else {}
 
 
 def read(path: str, expected: bytes, seconds: float, *, is_killed: bool) -> str:
@@ -92,6 +92,8 @@ def work(models: list[Path], until: float, seed: int, kills: Path) -> None:
         elif code == REFUSED:
             counts["commands refused"] += 1
             time.sleep(chance.uniform(0, 1))
+        elif code == 1 and (kills / str(staged.get("pid"))).exists():
+            counts["commands whose keeper was killed"] += 1
         elif code != 0:
             counts[f"commands failed with {code}"] += 1
         else:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import select
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ import unimem as um
 from support.files.weight_bytes import mapped_bytes
 from support.processes import interrupts
 from support.processes.staged_models import TINY, left
+from unimem.errors import PlacementError
 from unimem.staging import keeper
 from unimem.staging.keeper import drop, hold
 from unimem.weights.staged import Held, holders_of
@@ -73,6 +76,18 @@ def test_a_failed_hand_over_leaves_nothing(model: Path, monkeypatch: pytest.Monk
         pass
     assert staged.closed
     assert not Path(path).exists()
+
+
+def test_a_keeper_that_is_killed_before_it_is_handed_over(model: Path) -> None:
+    def keep() -> None:
+        with hold(um.stage(model, backing="memfd"), str(model), {"lock": False}, []) as held:
+            end = os.pidfd_open(held.pid)
+            os.kill(held.pid, signal.SIGKILL)
+            select.select([end], [], [])
+            os.close(end)
+
+    with pytest.raises(PlacementError, match="its process has ended"):
+        keep()
 
 
 def test_a_child_is_waited_for() -> None:

@@ -228,7 +228,10 @@ def _started(
         with Descriptors() as its_folder:
             began = identity(its_folder.add(os.open, f"/proc/{said}", PROCESS_FOLDER))[1]
         yield held_from_note(int(said), began, json.loads(text))
-        ours.sendall(b"keep")
+        try:
+            ours.sendall(b"keep")
+        except ConnectionError:  # killed meanwhile; as a broken pipe it would be passed over
+            raise PlacementError(0, f"keeping {note['source']}: its process has ended") from None
 
 
 def run_child(command: Sequence[str], **options: Any) -> None:
