@@ -181,6 +181,13 @@ def test_a_batch_brings_the_experts_of_the_next_layer(mixture: Path) -> None:
     assert stat["prefetch_hits"] >= 6
 
 
+def test_a_token_begins_to_read_half_of_what_the_next_layers_use(mixture: Path) -> None:
+    with streamed(mixture, 1) as decoder:
+        decoder.prefill(PROMPT[:1])
+        stat = stream_of(decoder)._pieces.stat()
+        assert stat["prefetched"] == 2 * 2  # of 3 experts in two layers
+
+
 @pytest.mark.parametrize("name", ["blk.1.ffn_up_exps.bias", "blk.0.ffn_gate_exps.weight"])
 def test_experts_that_are_not_the_last_dimension_are_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
