@@ -444,7 +444,7 @@ class Layout(Lifetimes[Tape]):
             needed = plan(weights, load=load, **options)
         else:
             remote = is_url(path_or_weights)
-            load = way_of(path_or_weights, load)
+            load = way_of(path_or_weights, load, weights_budget)
             before = plan(path_or_weights, load=load, weights_budget=weights_budget, **options)
             before.require_fits(strict=strict)
             if before.load == "stream":

@@ -193,7 +193,6 @@ class Decoder:
             self._memory.end(type(error))
             raise
         self._tokenizer: Tokenizer | None = None
-        self._n_talks = 0  # so that an old generator notices a new conversation
         self._forward.tally = self._tally = Tally(self.kv.address(0, "k"))
         self._closed = False
         ledger.enter(self, ledger.sizes_of(self._parts))
@@ -615,7 +614,6 @@ class Decoder:
         """Begin a new conversation. The memory stays."""
         with self._turn:
             self.kv.clear()
-            self._n_talks += 1
             self._forward.forget()
             self._tally.hold(0, 0)
         refresh()
@@ -659,10 +657,10 @@ class Decoder:
     def generate_next_token(
         self,
         *,
-        temperature: float = 0.0,
-        top_k: int = 40,
-        top_p: float = 1.0,
-        seed: int | None = None,
+        temperature: float = Sampling.temperature,
+        top_k: int = Sampling.top_k,
+        top_p: float = Sampling.top_p,
+        seed: int | None = Sampling.seed,
     ) -> int:
         """Choose a token by the logits, append it to the conversation and compute its logits.
 
@@ -757,19 +755,13 @@ class Decoder:
     ) -> Iterator[str]:
         with self._turn:
             self.reset()
-            n_talks = self._n_talks
+            talk = self._forward.n_talks
             self._take_in(tokens)
         stream, token = self.tokenizer.stream(), -1
-        for i in range(n):
-            with self._turn:
-                if n_talks != self._n_talks:
-                    raise RuntimeError("a new conversation has begun; this one cannot go on")
-                if i:
-                    self._forward.step(token)
-                token = self._forward.choose(options)
-                if token in stop:
-                    break
-                self._tally.count(0, 1)
+        for _ in range(n):
+            token = self._forward.advance(talk, token, options, stop)
+            if token < 0:
+                break
             if text := stream.push(token):
                 yield text
         if text := stream.flush():
