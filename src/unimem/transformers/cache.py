@@ -355,7 +355,7 @@ class KVCache(Cache):  # type: ignore[misc]
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Give each stream i the tokens of stream ``beam_idx[i]``, in place, for beam search."""
         self._check_open()
-        source = beam_idx.detach().cpu().numpy().astype(np.int64)
+        source = beam_idx.numpy(force=True).astype(np.int64)
         batch = self._batch()
         if batch and len(source) != batch:
             raise ValueError(f"beam_idx: expected {batch} streams, got {len(source)}")
@@ -381,7 +381,7 @@ class KVCache(Cache):  # type: ignore[misc]
 
         It raises as `batch_repeat_interleave`.
         """
-        self._select(np.arange(self._batch())[indices.detach().cpu().numpy()])
+        self._select(np.arange(self._batch())[indices.numpy(force=True)])
 
     def _length(self) -> int:
         return max((length for group in self._groups for length in group.lengths), default=0)

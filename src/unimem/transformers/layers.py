@@ -41,7 +41,7 @@ def as_tensor(array: npt.NDArray[Any]) -> torch.Tensor:
 
 
 def _as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    given = tensor.contiguous()
+    given = tensor.contiguous().resolve_neg()
     is_bf16 = tensor.dtype == torch.bfloat16
     array: npt.NDArray[Any] = (given.view(torch.uint16) if is_bf16 else given).numpy()
     return array.view(ml_dtypes.bfloat16) if is_bf16 else array
@@ -548,7 +548,7 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Give each stream i of this layer the tokens of stream ``beam_idx[i]``, in place."""
-        self.group.reorder(beam_idx.detach().cpu().numpy().astype(np.int64), [self.index])
+        self.group.reorder(beam_idx.numpy(force=True).astype(np.int64), [self.index])
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raise NotImplementedError, since layers of one kind go together."""
