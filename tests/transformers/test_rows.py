@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,10 +14,12 @@ pytest.importorskip("torch", reason="the extra transformers needs torch")
 pytest.importorskip("transformers.cache_utils", reason="the extra transformers")
 
 import torch
+import transformers
 from torch.nn.functional import scaled_dot_product_attention as attend
 
 from support.models import tiny_transformers as tiny
-from unimem.transformers import KVCache
+from support.models.architectures import CACHE
+from unimem.transformers import KVCache, layers, rows
 from unimem.transformers.rows import Rows
 
 pytestmark = pytest.mark.slow
@@ -57,10 +60,9 @@ def test_attention_is_that_of_torch(case: str, dtype: torch.dtype) -> None:
     ],
 )
 def test_what_is_computed_from_them_is_plain(use: Callable[[Any], Any]) -> None:
-    rows = torch.randn(2, 3).as_subclass(Rows)
-    assert type(use(rows)) is torch.Tensor
-    assert torch.equal(use(rows), rows)
-    assert rows.sum().dtype == torch.float32
+    keys = torch.randn(2, 3).as_subclass(Rows)
+    assert type(use(keys)) is torch.Tensor
+    assert torch.equal(use(keys), keys)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -73,3 +75,21 @@ def test_a_cache_gives_them_for_a_token_under_that_attention(attention: str) -> 
             shown, _ = cache.update(k, v, 0)
             assert (type(shown) is Rows) == (is_packed and attention == "sdpa")
             assert torch.equal(shown[:, :, -n:], k)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma", "mistral"])
+def test_generate_gives_the_tokens_of_dynamic_cache(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = Mock(wraps=rows.attend_token)
+    monkeypatch.setattr(rows, "attend_token", packed)
+    monkeypatch.setitem(layers._FEWEST_PACKED, torch.float32, 1)
+    model, options = tiny.model(kind), {"max_new_tokens": 12, "do_sample": False}
+    theirs = transformers.DynamicCache(config=model.config)
+    with KVCache.for_model(model) as ours:
+        got, expected = (
+            model.generate(tiny.prompts(2), **{CACHE: cache}, **options) for cache in (ours, theirs)
+        )
+    assert torch.equal(got, expected)
+    # Others have windows or soft caps, for which transformers gives masks or no sdpa.
+    assert packed.called == (kind == "llama")
