@@ -96,7 +96,7 @@ def packed_attention(
         scale = dim**-0.5 if scaling is None else scaling
         output = _weighed(query, key, value, mask, scale, sinks, cap, dropout)
         return output.transpose(1, 2).contiguous(), None
-    packs = (mask is None or mask.shape[1] == 1) and bias is None
+    packs = bias is None and (mask is None or mask.shape[1] == 1)
     if packs and n == 1:
         output = attend_token(query, key, value, mask, dropout, scaling)
         return output.transpose(1, 2).contiguous(), None
@@ -114,12 +114,11 @@ def packed_attention(
             position_bias=bias,
         )
         return output, None
-    group = heads // kv_heads
     # [batch, 1, n, tokens]: the same for each query head of a group.
-    shape = (mask.shape[0], 1, group, n, mask.shape[-1])
-    mask = mask[:, :, None].expand(shape).reshape(mask.shape[0], 1, group * n, -1)
+    shape = (mask.shape[0], 1, heads // kv_heads, n, mask.shape[-1])
+    mask = mask[:, :, None].expand(shape).reshape(mask.shape[0], 1, -1, mask.shape[-1])
     output = torch.nn.functional.scaled_dot_product_attention(
-        query.reshape(batch, kv_heads, group * n, dim),
+        query.reshape(batch, kv_heads, -1, dim),
         key,
         value,
         attn_mask=mask,
