@@ -29,7 +29,7 @@ from unimem.kv.store.store import KVStore
 from unimem.system.placement import PlacementOptions, check_placement
 from unimem.transformers import sessions, stored_prefixes
 from unimem.transformers.indexed import IndexedLayer
-from unimem.transformers.layers import CacheOptions, Group, Layer
+from unimem.transformers.layers import CacheOptions, Group, Layer, stream_numbers
 from unimem.transformers.model_name import model_name
 from unimem.transformers.states import StateLayer, TokensAndStates
 
@@ -183,6 +183,7 @@ class KVCache(Cache):  # type: ignore[misc]
             spare_rows=integer(spare_rows, "spare_rows", 0),
             budget_bytes=budget,
             placement=dict(placement),
+            config=text,
         )
         self._closed = False
         self._model: weakref.ref[PreTrainedModel] | None = None
@@ -355,10 +356,7 @@ class KVCache(Cache):  # type: ignore[misc]
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Give each stream i the tokens of stream ``beam_idx[i]``, in place, for beam search."""
         self._check_open()
-        source = beam_idx.detach().cpu().numpy().astype(np.int64)
-        batch = self._batch()
-        if batch and len(source) != batch:
-            raise ValueError(f"beam_idx: expected {batch} streams, got {len(source)}")
+        source = stream_numbers(beam_idx, self._batch())
         for group in self._groups:
             group.reorder(source)
         for layer in self._states():
@@ -381,7 +379,7 @@ class KVCache(Cache):  # type: ignore[misc]
 
         It raises as `batch_repeat_interleave`.
         """
-        self._select(np.arange(self._batch())[indices.detach().cpu().numpy()])
+        self._select(np.arange(self._batch())[indices.numpy(force=True)])
 
     def _length(self) -> int:
         return max((length for group in self._groups for length in group.lengths), default=0)

@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import torch
+from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from unimem.errors import CacheFull, ClosedError
@@ -22,14 +23,17 @@ from unimem.kv.rotate_heads import rotate_heads
 from unimem.kv.types import block_values, kv_name
 from unimem.system import limits
 from unimem.transformers import operator
+from unimem.transformers.rows import Rows
 from unimem.transformers.scratch import Scratch
 
-__all__ = ["CacheOptions", "Group", "Layer", "Prompt", "as_tensor", "no_copy"]
+__all__ = ["CacheOptions", "Group", "Layer", "Prompt", "as_tensor", "no_copy", "stream_numbers"]
 
 Tensors = tuple[torch.Tensor, torch.Tensor]
 Dims = tuple[int, int, int, int]
 
 _NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+# Of fewer tokens, a call of Python costs more than it saves.
+_FEWEST_PACKED = {torch.float32: 1024, torch.float16: 256, torch.bfloat16: 256}
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -41,7 +45,7 @@ def as_tensor(array: npt.NDArray[Any]) -> torch.Tensor:
 
 
 def _as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    given = tensor.contiguous()
+    given = tensor.contiguous().resolve_neg()
     is_bf16 = tensor.dtype == torch.bfloat16
     array: npt.NDArray[Any] = (given.view(torch.uint16) if is_bf16 else given).numpy()
     return array.view(ml_dtypes.bfloat16) if is_bf16 else array
@@ -70,6 +74,7 @@ class CacheOptions:
     spare_rows: int
     budget_bytes: int | None
     placement: dict[str, Any]
+    config: PreTrainedConfig
 
 
 def dims_of(keys: torch.Tensor, values: torch.Tensor) -> Dims:
@@ -118,6 +123,14 @@ class Group:
         # Compiled code gets copies of what a prompt's ring holds, since another will follow.
         self.dims, self.grows = dims, self.kv.grow or self.prompt is not None
         self.drop_rows()
+
+    def packs(self, keys: torch.Tensor) -> bool:
+        """Return whether torch's attention of a token gains by the class of its keys, `Rows`."""
+        config, heads = self.options.config, keys.shape[1]
+        if keys.shape[2] < _FEWEST_PACKED[keys.dtype] or config._attn_implementation != "sdpa":
+            return False
+        n_queries: int = getattr(config, "num_attention_heads", heads)
+        return bool(n_queries > heads or keys.dtype == torch.bfloat16)
 
     def takes(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Return whether the cache is one for tokens like these."""
@@ -405,6 +418,8 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
             raise
         if group.prompt is not None:
             group.finish_prompt()
+        if n == 1 and group.packs(shown[0]):
+            return shown[0].as_subclass(Rows), shown[1]
         return shown
 
     def _append(self, kv: KVCache, key_states: torch.Tensor, value_states: torch.Tensor) -> Tensors:
@@ -548,7 +563,7 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Give each stream i of this layer the tokens of stream ``beam_idx[i]``, in place."""
-        self.group.reorder(beam_idx.detach().cpu().numpy().astype(np.int64), [self.index])
+        self.group.reorder(stream_numbers(beam_idx, self.group.dims[0]), [self.index])
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raise NotImplementedError, since layers of one kind go together."""
@@ -575,6 +590,16 @@ def _fits(states: torch.Tensor, rows: torch.Tensor) -> bool:
     """Return whether tokens have the type and sizes of rows."""
     sizes: bool = states.shape[:2] == rows.shape[:2] and states.shape[3] == rows.shape[3]
     return sizes and bool(states.dtype == rows.dtype)
+
+
+def stream_numbers(beam_idx: torch.Tensor, batch: int) -> npt.NDArray[np.int64]:
+    """Return the number of another stream for each one, or raise ValueError."""
+    source: npt.NDArray[Any] = beam_idx.numpy(force=True)
+    if batch and len(source) != batch:
+        raise ValueError(f"beam_idx: expected {batch} streams, got {len(source)}")
+    if batch and (source.dtype.kind not in "iu" or source.min() < 0 or source.max() >= batch):
+        raise ValueError(f"beam_idx: expected integers from 0 to {batch - 1}, got {source}")
+    return source.astype(np.int64)
 
 
 def no_copy(layer: object) -> TypeError:

@@ -37,7 +37,7 @@ def _token_ids(tokens: Ids, batch: int | None = None) -> npt.NDArray[np.int64] |
     """Return the ids as [batch, n]."""
     if tokens is None:
         return None
-    given = tokens.detach().cpu().numpy() if isinstance(tokens, torch.Tensor) else tokens
+    given = tokens.numpy(force=True) if isinstance(tokens, torch.Tensor) else tokens
     ids = np.atleast_2d(np.asarray(given))
     if ids.ndim != 2 or ids.dtype.kind not in "iu" or (batch is not None and len(ids) != batch):
         streams = "batch" if batch is None else batch

@@ -85,7 +85,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep some streams, by indices or a mask."""
-        self.select(np.arange(self.n_streams())[indices.detach().cpu().numpy()])
+        self.select(np.arange(self.n_streams())[indices.numpy(force=True)])
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Give each stream i the states of stream ``beam_idx[i]``, in place."""

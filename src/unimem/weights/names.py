@@ -66,6 +66,9 @@ class ByName(Mapping[str, _T]):
     def __len__(self) -> int:
         return self._n
 
+    def __reduce__(self) -> tuple[type[dict[str, _T]], tuple[dict[str, _T]]]:
+        return dict, (dict(self),)
+
     def __repr__(self) -> str:
         whose = self._whose.removesuffix("'s")
         return f"<{self._n} {self._kind} of the {whose}>"
