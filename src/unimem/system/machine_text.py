@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from unimem.base.text import (
     Surface,
@@ -12,8 +13,8 @@ from unimem.base.text import (
     format_bytes,
     format_count,
     format_ranges,
-    table_lines,
     text_width,
+    wide_lines,
     wrap,
 )
 from unimem.system.disks import Disk
@@ -42,7 +43,7 @@ def render(machine: MachineFacts, surface: Surface | None = None) -> str:
     lines = list(fact_lines(surface, _facts(machine), cuts=False))
     if len(machine.numa.nodes) > 1:
         for head, rows in _node_tables(machine):
-            lines += ["", *table_lines(surface, head, rows, cuts=False)]
+            lines += ["", *wide_lines(surface, head, partial(iter, rows))]
     needed = [finding for finding in machine.findings if not finding.is_optional]
     optional = [finding for finding in machine.findings if finding.is_optional]
     lines.append("")
