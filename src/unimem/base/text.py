@@ -373,35 +373,31 @@ def table_lines(
 
 
 def wide_lines(
-    surface: Surface, head: Sequence[str], rows: Callable[[], Iterable[Sequence[str]]]
+    surface: Surface, head: Sequence[str], rows: Iterable[Sequence[str]]
 ) -> Iterator[str]:
-    r"""Lay out whole texts in columns, all but the first to the right, however long the lines are.
+    """Lay out visible texts in columns, all but the first to the right, however long the lines are.
 
-    The rows are asked for twice, since those of many tensors would take much memory.
+    A row is kept as one text, since the texts of many tensors would take too much memory.
 
     Examples
     --------
-    >>> for line in wide_lines(Surface(), ("tensor", "size"), lambda: [("a\n", "1.0 GiB")]):
+    >>> for line in wide_lines(Surface(), ("tensor", "size"), [("a", "1.0 GiB")]):
     ...     print(line)
     tensor     size
-    a\n     1.0 GiB
+    a       1.0 GiB
     """
-    widths = list(map(text_width, head))
-    for row in map(_visible, rows()):
-        widths = list(map(max, widths, map(text_width, row)))
+    widths, kept = list(map(len, head)), []
+    for row in rows:
+        kept.append("\n".join(row))
+        columns = map(len if kept[-1].isascii() else text_width, row)
+        widths = list(map(max, widths, columns))
     align = "<" + ">" * (len(head) - 1)
     ascii_row = _GAP.join(f"{{:{side}{width}}}" for side, width in zip(align, widths, strict=True))
     yield surface.heading(ascii_row.format(*head))
-    for row in map(_visible, rows()):
-        if "".join(row).isascii():
-            yield ascii_row.format(*row)
-        else:
-            yield _GAP.join(map(_pad, row, widths, align))
-
-
-def _visible(row: Sequence[str]) -> Sequence[str]:
-    whole = "".join(row)
-    return row if whole.isascii() and whole.isprintable() else list(map(escape, row))
+    for text in kept:
+        row = text.split("\n")
+        is_ascii = text.isascii()
+        yield ascii_row.format(*row) if is_ascii else _GAP.join(map(_pad, row, widths, align))
 
 
 def _lines(row: Sequence[str], widths: Sequence[int], align: str, *, wraps: bool) -> Iterator[str]:

@@ -227,11 +227,11 @@ def _show_metadata(weights: Contents) -> None:
 
 
 def _metadata_lines(weights: Contents) -> Iterator[str]:
-    width = min(40, max(map(len, map(_named, weights.metadata))))
+    width = min(40, max(map(len, map(escape, weights.metadata))))
     for key, value in weights.metadata.items():
         shown = _named(key)
-        text = _brief(value, max(20, _WIDTH - 2 - max(width, len(shown))))
-        yield f"{shown.ljust(width)}  {text}\n"
+        room = _WIDTH - 2 - (width if len(shown) <= width else min(len(shown), _WIDTH - 22))
+        yield f"{shown.ljust(width)}  {_brief(value, room)}\n"
 
 
 def _named(key: str) -> str:
@@ -246,17 +246,17 @@ def _show_tensors(weights: Contents, look: Residency | None) -> None:
 
     def rows() -> Iterator[list[str]]:
         for part in weights._parts:
-            file = Path(part.file.path).name
+            file = escape(Path(part.file.path).name)
             for name, ne, kind, _, offset, nbytes in part.file.header.rows():
                 shape = "x".join(map(str, ne[::-1])) or "scalar"
-                row = [name or "''", kind, shape, format_bytes(nbytes), str(offset)]
+                row = [_named(name), kind, shape, format_bytes(nbytes), str(offset)]
                 if look is not None:
                     row.append(_percent(look.tensors[name]))
                 if several:
                     row.append(file)
                 yield row
 
-    lines = wide_lines(terminal.surface(), head, rows)
+    lines = wide_lines(terminal.surface(), head, rows())
     terminal.show_all(itertools.chain("\n", (f"{line}\n" for line in lines)))
 
 
@@ -265,7 +265,9 @@ def _show_tensors(weights: Contents, look: Residency | None) -> None:
 
 def _brief(value: Value, width: int) -> str:
     """Write a value in one line."""
-    if isinstance(value, (list, np.ndarray)):
+    if isinstance(value, str):
+        text = escape(value)
+    elif isinstance(value, (list, np.ndarray)):
         text = f"[{_length(value)}]"
         for item in value[:width]:
             one = f' "{escape(item)}"' if isinstance(item, str) else f" {_brief(item, width)}"
@@ -273,8 +275,8 @@ def _brief(value: Value, width: int) -> str:
                 return text + _CUT
             text += one
         return text
-    # A float32 has 7 digits.
-    text = f"{value:.7g}" if isinstance(value, float) else escape(_text(value))
+    else:  # a float32 has 7 digits
+        text = f"{value:.7g}" if isinstance(value, float) else _text(value)
     return text if len(text) <= width else text[: width - len(_CUT)].rstrip() + _CUT
 
 

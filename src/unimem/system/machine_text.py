@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 from unimem.base.text import (
     Surface,
@@ -43,7 +42,7 @@ def render(machine: MachineFacts, surface: Surface | None = None) -> str:
     lines = list(fact_lines(surface, _facts(machine), cuts=False))
     if len(machine.numa.nodes) > 1:
         for head, rows in _node_tables(machine):
-            lines += ["", *wide_lines(surface, head, partial(iter, rows))]
+            lines += ["", *wide_lines(surface, head, rows)]
     needed = [finding for finding in machine.findings if not finding.is_optional]
     optional = [finding for finding in machine.findings if finding.is_optional]
     lines.append("")
