@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem.base.atomic_file import TEMPORARY
+from unimem.base.atomic_file import TEMPORARY, attribute_errors
 from unimem.base.cache_folder import BudgetFolder, CachedFile, check_own_folder
 from unimem.base.descriptors import Descriptors
 from unimem.base.kernel_files import read_text
@@ -180,7 +180,7 @@ class FolderTier:
         """
         name, cost = _name(key), self._cost(data.nbytes)
         temporary = f".{os.urandom(8).hex()}{TEMPORARY}"
-        with ExitStack() as undo:
+        with attribute_errors(os.path.join(self.folder, name)), ExitStack() as undo:
             with self._locked():
                 if self.has(key):  # another writer was faster
                     return True
