@@ -116,7 +116,10 @@ def test_page_sizes_add_up_to_resident_memory() -> None:
 
 @pytest.mark.usefixtures("invented")
 def test_each_name_has_its_labels_and_follows_the_rules() -> None:
-    text = write_metrics(MetricsCollector(lambda: [4711], llama_names=True))
+    staged = [name for name in FAMILIES if name.startswith("unimem_staged_")]
+    values = [(name, FAMILIES[name].labels, 1.0) for name in staged]
+    collector = MetricsCollector(lambda: [4711], llama_names=True, more=lambda: values)
+    text = write_metrics(collector)
     found = parsed(text)
     known = FAMILIES | LLAMA_FAMILIES
     # No row of this process has known requested bytes.

@@ -400,6 +400,27 @@ def test_a_path_that_is_not_text(tmp_path: Path) -> None:
         assert screen.lines[0].startswith("Fits: ")
 
 
+@pytest.mark.parametrize(("options", "hugepages"), [
+    ((), None), (("--pages", "2m", "--memory", "16G", "--pool", "2m=100"), "hugepages-2Mi"),
+])  # fmt: skip
+def test_requests_and_limits_of_a_container(
+    options: tuple[str, ...], hugepages: str | None
+) -> None:
+    yaml = pytest.importorskip("yaml", reason="PyYAML (extra test) reads the answer")
+    words = ("plan", "--ctx", "64", "--threads", "2", *options)
+    made = json.loads(show(*words, "--json").out)
+    resources = yaml.safe_load(show(*words, "--kubernetes").out)["resources"]
+    assert resources["requests"] == resources["limits"]
+    expected = {"cpu": "2", "memory": f"{-(-made['container_bytes'] // 2**20)}Mi"}
+    if hugepages:
+        (pool,) = (each for each in made["checks"] if each["name"].startswith("hugetlb"))
+        expected[hugepages] = f"{pool['needed_bytes'] >> 20}Mi"
+    assert resources["limits"] == expected
+    other = show(*words, "--kubernetes", "--engine", "llama.cpp").out if not options else ""
+    assert ("the program's own memory is not known" in other) == (not options)
+    assert show(*words, "--kubernetes", "--json").code == 2
+
+
 def test_on_a_terminal() -> None:
     screen = show_on_terminal("plan")
     assert screen.code == 0

@@ -53,6 +53,7 @@ from support.processes.warm_python import start
 from support.terminal.screens import MAIN, Screen, run_command, show, start_command
 from unimem.errors import CapacityError
 from unimem.staging import keeper as stage_held
+from unimem.staging import staging_folder
 from unimem.staging.keeper import drop
 from unimem.staging.llama_cpp import RepackedByLlamaCpp
 from unimem.system import limits, policy
@@ -284,7 +285,10 @@ def test_json(model: Path) -> None:
     assert (document["source"], document["nbytes"]) == (str(model), model.stat().st_size)
     assert (document["reused"], document["current"]) == (False, True)
     assert document["granted"]["resident_bytes"] >= model.stat().st_size
-    assert json.loads(run(model, "--json").out) == document | {"reused": True}
+    again = json.loads(run(model, "--json").out)
+    for name in ("staged", "used"):
+        assert again.pop(name) == pytest.approx(document.pop(name), abs=60)
+    assert again == document | {"reused": True}
 
 
 @pytest.mark.parametrize("options", [(), ("--backing", "memfd"), ("--page-cache",)])
@@ -481,6 +485,106 @@ def test_a_lock_refused_to_the_holder(tmp_path: Path) -> None:
         said = answer.read()
     assert "locking in RAM" in said
     assert "ulimit -l" in said
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: Patch) -> Path:
+    """A staging folder of this test, which sees its own stages alone."""
+    monkeypatch.setenv("UNIMEM_STAGING", str(tmp_path / "staging"))
+    for module in (cli_stage, staging_folder):
+        monkeypatch.setattr(module, "holders", lambda: kept(tmp_path))
+    monkeypatch.setattr(staging_folder, "_START_NS", 0)  # all of them may go at once
+    return tmp_path
+
+
+def copies(folder: Path, n: int) -> list[Path]:
+    return [Path(shutil.copy(TINY, folder / f"{number}.gguf")) for number in range(n)]
+
+
+def test_a_budget_drops_the_least_recently_used(own: Path) -> None:
+    models = copies(own, 4)
+    nbytes = models[0].stat().st_size
+    stage(models[0], "--budget", 3 * nbytes)
+    first, second, _ = (stage(each) for each in models[:3])
+    assert stage(models[0]) == first, "used again"
+    with reading(second):
+        last = stage(models[3])
+        assert {Path(held.source).name for held in kept(own)} == {"0.gguf", "1.gguf", "3.gguf"}
+        assert run("--pin", models[0])[0] == run("--pin", last)[0] == 0
+        code, out, err = run(models[2])
+        assert (code, out) == (3, "")
+        assert "the budget of staged models is 3.1 MiB, and 3.1 MiB are in use, pinned" in err
+    code, out, err = run("--list")
+    assert "no reader, pinned\n" in out
+    assert "3.1 MiB are staged, of a budget of 3.1 MiB\n" in err
+    code, out, err = run("--budget", 2 * nbytes)
+    assert (code, out) == (0, "")
+    assert err.endswith("unimem: staged models take at most 2.1 MiB\n")
+    assert [Path(held.source).name for held in kept(own)] == ["0.gguf", "3.gguf"]
+    document = json.loads(run("--unpin", models[0], "--json").out)[0]
+    assert (document["pinned"], document["readers"], document["has_hidden_readers"]) == (
+        False,
+        [],
+        False,
+    )
+    assert document["staged"] <= document["used"] <= time.time()
+    assert "KiB beyond it are in use" in run("--budget", nbytes // 2)[2]
+    assert run("--budget", "none")[2] == "unimem: staged models have no budget\n"
+    assert len({stage(each) for each in models}) == 4
+
+
+def test_a_share_of_what_this_cgroup_may_use(own: Path, monkeypatch: Patch) -> None:
+    limit = replace(limits.memory_limits()[0], limit_bytes=10 * MIB)
+    monkeypatch.setattr(limits, "memory_limits", lambda: (limit,))
+    assert run("--budget", "50%")[2] == "unimem: staged models take at most 5.0 MiB\n"
+
+
+def test_a_stable_path(own: Path, model: Path) -> None:
+    link = str(own / "at" / "model.gguf")
+    assert stage(model, "--at", own / "at") == link
+    assert json.loads(run("--list", "--json").out)[0]["links"] == [link]
+    assert f"    {link}\n" in run("--list").out
+    with reading(link):
+        os.utime(model)
+        assert stage(model, "--at", own / "at") == link, "staged anew"
+        assert run("--drop", link)[0] == 0
+    assert not os.path.lexists(link)
+
+
+def test_a_link_goes_if_its_model_is_not_kept(own: Path, model: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(cli_stage.terminal, "show_path", Mock(side_effect=KeyboardInterrupt))
+    assert run(model, "--at", own / "at", "--backing", "shm")[0] == 130
+    assert os.listdir(own / "at") == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root may be another user")
+@pytest.mark.parametrize(
+    ("options", "may"), [(("--mode", "444"), True), (("--group", "root"), False)]
+)
+def test_readers_of_other_users(
+    options: tuple[str, str], may: bool, own: Path, model: Path
+) -> None:
+    path = stage(model, *options)
+    mode, folder_mode = (os.stat(name).st_mode & 0o777 for name in (path, os.path.dirname(path)))
+    assert (mode, folder_mode) == ((0o444, 0o755) if may else (0o440, 0o750))
+    read = subprocess.run([*NOBODY, "head", "-c", "4", path], capture_output=True, check=False)
+    assert read.stdout == (b"GGUF" if may else b"")
+    assert stage(model, *options) == path
+
+
+def test_in_the_foreground_it_stays_until_sigterm(own: Path, model: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(own / "socket"))
+        environment = os.environ | {"NOTIFY_SOCKET": str(own / "socket")}
+        words = ("stage", model, "--foreground", "--at", own / "at")
+        with start_command(*words, env=environment) as process:
+            assert manager.recv(100) == b"READY=1"
+            assert process.stdout is not None
+            assert process.stdout.readline() == f"{own}/at/model.gguf\n"
+            process.terminate()
+            process.communicate()
+    assert process.returncode == 0
+    assert (kept(own), os.listdir(own / "at")) == ([], [])
 
 
 def test_a_model_that_does_not_fit_ends_with_3(model: Path, monkeypatch: Patch) -> None:

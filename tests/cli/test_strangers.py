@@ -141,7 +141,7 @@ USAGE = [
     (["cache", "remove"], 2, "remove"),
     (["stage", ""], 2, "expected the path of a model, got ''"),
     *(
-        (["stage", *words.split()], 2, "expected one of MODEL, --list and --drop")
+        (["stage", *words.split()], 2, "expected one of MODEL, --list, --drop, --pin and --unpin")
         for words in ("", "m.gguf --list", "--list --drop all")
     ),
     *(

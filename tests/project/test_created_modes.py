@@ -154,6 +154,7 @@ CREATING = {
     "image_cache.py": "image",
     "ram_tier.py": "snapshot, chunks",
     "server.py": None,
+    "staging_folder.py": None,
     "tiers.py": "snapshot, chunks",
     "unimem_exec/__init__.py": None,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -81,3 +82,17 @@ def test_a_child_is_waited_for() -> None:
     assert children.read_text() == before
     with pytest.raises(FileNotFoundError):
         keeper.run_child(["/no/such/program"])
+
+
+@pytest.mark.parametrize("address", ["{folder}/socket", "@{folder}"])
+def test_a_service_manager_is_notified(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
+    keeper.notify("READY=1")  # there is none
+    address = address.format(folder=tmp_path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(address.replace("@", "\0"))
+        monkeypatch.setenv("NOTIFY_SOCKET", address)
+        keeper.notify("READY=1")
+        assert manager.recv(100) == b"READY=1"

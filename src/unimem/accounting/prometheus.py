@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -28,6 +29,7 @@ __all__ = [
 
 HOST = "host"  # the device of main memory
 _PROCESS = ("pid", "process")
+_STAGED = ("pid", "source")
 _ROW = (*_PROCESS, "category", "device")
 
 
@@ -108,6 +110,10 @@ _TEXTS: dict[str, tuple[tuple[str, ...], str]] = {
         _PROCESS,
         "Age of the figures of memory: large processes are read less often.",
     ),
+    "unimem_staged_bytes": ((*_STAGED, "backing"), "Models that `unimem stage` keeps in memory."),
+    "unimem_staged_readers": (_STAGED, "Processes that have a staged model open or mapped."),
+    "unimem_staged_unused_seconds": (_STAGED, "Time since a staged model was last used."),
+    "unimem_staged_budget_bytes": ((), "The most that all staged models take, if that is set."),
 }
 FAMILIES = {
     name: MetricFamily(name, "counter" if name.endswith("_total") else "gauge", text, labels)
@@ -152,6 +158,8 @@ class MetricsCollector:
         Returns the numbers of the processes, at each scrape.
     llama_names : bool, default False
         Whether to add the names of llama.cpp (`LLAMA_FAMILIES`).
+    more : callable, optional
+        Returns further values of `FAMILIES`, at each scrape.
 
     Examples
     --------
@@ -162,8 +170,14 @@ class MetricsCollector:
     True
     """
 
-    def __init__(self, pids: Callable[[], Iterable[int]], *, llama_names: bool = False) -> None:
-        self._pids = pids
+    def __init__(
+        self,
+        pids: Callable[[], Iterable[int]],
+        *,
+        llama_names: bool = False,
+        more: Callable[[], Iterable[_Value]] = tuple,
+    ) -> None:
+        self._pids, self._more = pids, more
         self._families = FAMILIES | (LLAMA_FAMILIES if llama_names else {})
         self._watched: dict[int, _Watched] = {}
         self._lock = threading.Lock()
@@ -180,6 +194,8 @@ class MetricsCollector:
         found: list[_Value] = []
         for pid, own in rows.items():
             found += [("unimem_process_up", (str(pid),), float(own is not None)), *(own or ())]
+        with suppress(OSError):
+            found += self._more()
         return [each for each in found if each[0] in self._families]
 
     def collect(self) -> Iterator[Any]:

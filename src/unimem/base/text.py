@@ -16,6 +16,7 @@ __all__ = [
     "draw_bar",
     "escape",
     "fact_lines",
+    "format_age",
     "format_bytes",
     "format_change",
     "format_count",
@@ -136,6 +137,19 @@ def format_change(nbytes: int) -> str:
     ('+1.5 KiB', '-2.0 KiB', '0 B')
     """
     return f"{'-' if nbytes < 0 else '+' if nbytes else ''}{format_bytes(abs(nbytes))}"
+
+
+def format_age(seconds: float) -> str:
+    """Write a time that has passed, in its largest unit.
+
+    Examples
+    --------
+    >>> format_age(59), format_age(7200), format_age(200_000)
+    ('59 s', '2 h', '2 d')
+    """
+    units = ("d", 86400), ("h", 3600), ("min", 60)
+    unit, scale = next((each for each in units if seconds >= each[1]), ("s", 1))
+    return f"{int(seconds / scale)} {unit}"
 
 
 def format_count(n: int, noun: str, plural: str = "s") -> str:

@@ -19,6 +19,7 @@ from unimem.cli import terminal
 from unimem.cli.options import value_option
 from unimem.cli.processes import find
 from unimem.cli.report import process_number
+from unimem.staging.staging_folder import staged_values
 
 __all__ = ["metrics"]
 
@@ -70,7 +71,9 @@ def metrics(
     for number in numbers:
         report(number)  # an unreadable process is an error now
     collector = MetricsCollector(
-        (lambda: numbers) if numbers else _WithModels().pids, llama_names=llama_names
+        (lambda: numbers) if numbers else _WithModels().pids,
+        llama_names=llama_names,
+        more=staged_values,
     )
     if textfile is not None:
         write_text(textfile, write_metrics(collector), 0o644)  # the collector is another user

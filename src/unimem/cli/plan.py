@@ -30,7 +30,7 @@ from unimem.planning.hosts import find_host
 from unimem.planning.llama_cpp import Engine
 from unimem.planning.plan import MOST_SESSIONS
 from unimem.planning.plan import plan as make_plan
-from unimem.planning.result import Verdict, plan_lines
+from unimem.planning.result import Plan, Verdict, plan_lines
 
 __all__ = ["plan"]
 
@@ -158,10 +158,20 @@ def plan(
             "--now", help="Say, too, what the page cache of this moment changes, which may go."
         ),
     ] = False,
+    kubernetes: Annotated[
+        bool,
+        typer.Option(
+            "--kubernetes",
+            help="Print the requests and limits of a container for it instead, as YAML of "
+            "`resources`.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Say what a model will need, and whether it fits."""
     check_numa(numa, mirror=True)
+    if kubernetes and as_json:
+        raise typer.BadParameter("--kubernetes prints YAML: leave out --json")
     machine = _machine(memory, cpus, pool or [], nodes, cgroup)
     if machine is not None and device is not None:
         raise typer.BadParameter("--device: a GPU is one of this machine's: leave out the other")
@@ -200,10 +210,44 @@ def plan(
         )
     # A URL is shown without its secret parts.
     shown = str(path) if isinstance(path, Path) else None
-    text = made.to_json() if as_json else "\n".join(plan_lines(terminal.surface(), made, shown))
+    if kubernetes:
+        text = "\n".join(_resources(made))
+    elif as_json:
+        text = made.to_json()
+    else:
+        text = "\n".join(plan_lines(terminal.surface(), made, shown))
     terminal.show(text + "\n")
     if _EXITS[made.verdict] != OK:
         raise typer.Exit(_EXITS[made.verdict])
+
+
+def _resources(plan: Plan) -> Iterator[str]:
+    """Write the `resources` of a container of Kubernetes for a plan.
+
+    Requests are the limits: the memory of a model is not given back, and a node that promises more
+    than it has ends the pods that take most.
+    """
+    nbytes = plan.container_bytes
+    figures = {"cpu": f'"{plan.threads}"'}
+    yield f"# unimem plan: {plan.verdict}, {plan.ctx or 'unknown'} tokens of context"
+    if nbytes is None:
+        nbytes = plan.total_bytes
+        yield "# the program's own memory is not known, and comes on top"
+    figures["memory"] = _mebibytes(nbytes)
+    for check in plan.checks:
+        if found := re.fullmatch("hugetlb pool of (2m|1g) pages", check.name):
+            figures[f"hugepages-{found[1][:-1]}{found[1][-1].upper()}i"] = _mebibytes(
+                check.needed_bytes
+            )
+    yield "resources:"
+    for kind in ("requests", "limits"):
+        yield f"  {kind}:"
+        for name, value in figures.items():
+            yield f"    {name}: {value}"
+
+
+def _mebibytes(nbytes: int) -> str:
+    return f"{-(-nbytes >> 20)}Mi"
 
 
 @contextmanager

@@ -219,6 +219,17 @@ class Folder(Place):
         """Return its absolute path, the same for every process."""
         return f"{self.folder}/{name}"
 
+    def let_in(self, mode: int, group: int = -1) -> None:
+        """Give the files a mode and a group, -1 for ours, and let their readers into the folder."""
+        with os.scandir(f"/proc/self/fd/{self.fd}") as entries:
+            for entry in entries:
+                if entry.is_file(follow_symlinks=False):  # no link to the model's own file
+                    os.chown(entry.path, -1, group)
+                    os.chmod(entry.path, mode)
+        os.fchown(self.fd, -1, group)
+        # Who may read the files may list the folder, and go into it.
+        os.fchmod(self.fd, 0o700 | mode & 0o044 | (mode & 0o044) >> 2)
+
     def close(self) -> None:
         """Remove the folder."""
         # A forked child has its own copy of the descriptor, and leaves the files to its parent.

@@ -5,9 +5,11 @@ Each has a note of what it keeps, a sealed memfd, which `unimem.weights.staged` 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import re
 import signal
 import struct
 import sys
@@ -15,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from unimem.base import kernel_files
 from unimem.base.descriptors import Descriptors
@@ -28,13 +30,16 @@ from unimem.weights.staged import NOTE, PROCESS_FOLDER, SCHEMA, Held, cannot_see
 
 __all__ = [
     "Arrived",
+    "catch_signals",
     "drop",
     "exclude_others",
     "hold",
     "hold_files",
     "hold_unfinished",
+    "notify",
     "run_child",
     "show",
+    "wait_for",
 ]
 
 _HOLDER = os.path.join(os.path.dirname(__file__), "keeper_process.py")
@@ -260,22 +265,72 @@ def drop(held: Held) -> None:
     if held.kept_by == "program":
         raise ValueError(f"{held.path}: it goes with process {held.pid}, which has staged it")
     with suppress(ProcessLookupError, FileNotFoundError), Descriptors() as fds:
-        try:
-            folder = fds.add(os.open, f"/proc/{held.pid}", PROCESS_FOLDER)
-            fd = fds.add(os.pidfd_open, _local_pid(held.pid))
-            # Another process may have its number by now.
-            is_its = identity(folder)[1] == held.began
-        except (ProcessLookupError, FileNotFoundError):
-            raise
-        except OSError as error:
-            what = f"whether process {held.pid} still keeps {held.path}"
-            raise cannot_see(error, what) from error
-        if is_its:
-            signal.pidfd_send_signal(fd, signal.SIGTERM)
-            if not select.select([fd], [], [], _PATIENCE_SECONDS)[0]:
-                signal.pidfd_send_signal(fd, signal.SIGKILL)
-                select.select([fd], [], [])
+        fd = _open_keeper(held, fds)
+        signal.pidfd_send_signal(fd, signal.SIGTERM)
+        if not select.select([fd], [], [], _PATIENCE_SECONDS)[0]:
+            signal.pidfd_send_signal(fd, signal.SIGKILL)
+            select.select([fd], [], [])
     sweep()
+
+
+def _open_keeper(held: Held, fds: Descriptors) -> int:
+    """Return a descriptor of the process that keeps a model; ProcessLookupError if it has ended."""
+    try:
+        folder = fds.add(os.open, f"/proc/{held.pid}", PROCESS_FOLDER)
+        fd = fds.add(os.pidfd_open, _local_pid(held.pid))
+        # Another process may have its number by now.
+        is_its = identity(folder)[1] == held.began
+    except (ProcessLookupError, FileNotFoundError):
+        raise
+    except OSError as error:
+        what = f"whether process {held.pid} still keeps {held.path}"
+        raise cannot_see(error, what) from error
+    if not is_its:
+        raise ProcessLookupError(errno.ESRCH, "its process has ended", held.path)
+    return fd
+
+
+def catch_signals() -> tuple[int, int]:
+    """Leave the signals that end a command to `wait_for`; return a pipe that has a byte of each.
+
+    They are blocked in this thread, but others may get them until the new program begins.
+    """
+    woken, wakes = os.pipe2(os.O_NONBLOCK)  # and the new program has it
+    signal.set_wakeup_fd(wakes)
+    for number in (ends := {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}):
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+    return woken, wakes
+
+
+def wait_for(
+    held: Held, links: Sequence[str], signals: tuple[int, int], *, is_ours: bool
+) -> NoReturn:
+    """Become a small process that stays while a model is kept, and counts as a reader of it.
+
+    SIGTERM, SIGINT or SIGHUP end it with 0, and with `is_ours` the model and its links, too. It
+    ends with 1 if the model's keeper ends by itself. `signals` are those of `catch_signals`.
+    ProcessLookupError says that the keeper has ended.
+    """
+    with Descriptors() as fds:
+        keeper = _open_keeper(held, fds)
+        for path in held.paths:
+            os.set_inheritable(fds.add(os.open, path, os.O_RDONLY), True)
+        os.set_inheritable(keeper, True)
+        numbers = map(str, (keeper, int(is_ours), *signals))
+        os.execv(sys.executable, [sys.executable, "-I", "-S", _HOLDER, "wait", *numbers, *links])
+
+
+def notify(state: str) -> None:
+    """Tell the service manager that started this process a state, as ``READY=1``; else nothing.
+
+    The protocol is that of systemd's sd_notify(3): a datagram to the socket in ``NOTIFY_SOCKET``.
+    """
+    import socket
+
+    if address := os.environ.get("NOTIFY_SOCKET"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as manager:
+            manager.sendto(state.encode(), re.sub("^@", "\0", address))
 
 
 def _local_pid(pid: int) -> int:

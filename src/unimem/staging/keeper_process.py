@@ -6,6 +6,10 @@ READY, a socket, it reads the text of its note and writes it into NOTE, a memfd:
 has a note is the keeper. It answers on READY that it is ready, or why not. If it reads "keep" then,
 it lives until SIGTERM. At the end it removes FOLDER, if that is a descriptor and not -1. It imports
 little, since it stays in memory.
+
+Run as ``FILE wait KEEPER OURS WOKEN WAKES LINK...`` it waits in the foreground for the end of such
+a process, whose descriptor is KEEPER. SIGTERM ends it, and with OURS 1 that process and the links;
+a signal is a byte in the pipe of WOKEN and WAKES, which may be there already.
 """
 
 from __future__ import annotations
@@ -14,17 +18,20 @@ import ctypes
 import errno
 import fcntl
 import os
+import select
 import signal
 import sys
 from contextlib import suppress
 
-__all__ = ["main"]
+__all__ = ["main", "wait"]
 
 # The kernel's numbers (uapi/asm-generic/mman.h), the same on x86-64 and aarch64.
 _PROT_NONE, _PROT_READ = 0, 1
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS = 1, 2, 0x10, 0x20
 _MAP_NORESERVE, _MAP_POPULATE = 0x4000, 0x8000
 _MLOCK_ONFAULT = 1
+_ENDS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+_PATIENCE_SECONDS = 10
 _HUGE_PAGE = "/sys/kernel/mm/transparent_hugepage/hpage_pmd_size"
 
 
@@ -34,7 +41,7 @@ def main(ready: int, note: int, lock: str, folder: int, fds: list[int]) -> None:
     if os.fork():
         os._exit(0)
     os.setsid()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
     try:
         _keep(ready, note, lock, fds)
     finally:
@@ -110,6 +117,28 @@ def _map(fd: int, lock: str) -> None:
         raise OSError(code, f"locking in RAM: {os.strerror(code)}: 'ulimit -l' shows the limit")
 
 
+def wait(keeper: int, is_ours: bool, woken: int, wakes: int, links: list[str]) -> int:
+    """Wait for a signal or the end of a keeper; return the exit code."""
+    signal.set_wakeup_fd(wakes)
+    for number in _ENDS:
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDS)
+    if keeper in select.select([keeper, woken], [], [])[0]:
+        os.write(2, b"unimem: the process that kept the model has ended\n")
+        return 1
+    if is_ours:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(keeper, number)
+            if select.select([keeper], [], [], _PATIENCE_SECONDS)[0]:
+                break
+        for link in links:
+            if not os.path.exists(link):
+                with suppress(OSError):
+                    os.unlink(link)
+    return 0
+
+
 def _huge_page_bytes() -> int:
     try:
         with open(_HUGE_PAGE) as file:
@@ -119,6 +148,9 @@ def _huge_page_bytes() -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "wait":
+        keeper, ours, woken, wakes = map(int, sys.argv[2:6])
+        sys.exit(wait(keeper, bool(ours), woken, wakes, sys.argv[6:]))
     ready, note, lock, *folder_and_fds = sys.argv[1:]
     folder, *fds = map(int, folder_and_fds)
     main(int(ready), int(note), lock, folder, fds)
