@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from unimem_bench.record import CaseRecord, Record, SideRecord, SuiteRecord
 from unimem_bench.run import Interrupted, merge, run
 from unimem_bench.suite import Measure, NotMeasured, Suite, faster
 from unimem_bench.tables import machine_facts
-from unimem_bench.worker import measure
+from unimem_bench.worker import TIME_IS_UP, measure, share_end
 
 Patch = pytest.MonkeyPatch
 FASTER = faster("b", 2, issue=2)
@@ -94,6 +95,43 @@ def test_a_process_that_dies_is_an_error_of_its_cases(answer: Answer, tmp_path: 
     assert (one.failed, one.is_error) == (None, False)
     died = "the process that measured it ended with status 7"
     assert (two.failed, two.is_error) == (died, True)
+
+
+def test_a_pass_ends_long_after_its_time_and_that_is_no_error(
+    answer: Answer, monkeypatch: Patch, tmp_path: Path
+) -> None:
+    seen = answer(record("one", 1.0), after="while :; do sleep 0.01; done")
+    monkeypatch.setattr(runs, "_MOST", 0.1)
+    (one,) = run(["invented"], quick=True, bounded=True, folder=tmp_path).cases()
+    assert float(seen.read_text().split()[-1]) > time.monotonic() - 100
+    assert (one.failed, one.is_error) == (None, False)
+    answer(after="while :; do sleep 0.01; done")
+    (one,) = run(["invented"], quick=True, bounded=True, folder=tmp_path).cases()
+    assert (one.failed, one.is_error) == (TIME_IS_UP, False)
+
+
+def test_what_one_pass_had_no_time_for_is_measured_by_another(
+    answer: Answer, tmp_path: Path
+) -> None:
+    answer(record("one", failed=TIME_IS_UP))
+    two_passes = runs._Result(runs.load_suite("invented"), [runs.load_suite("invented").cases[0]])
+    options = {"quick": True, "folder": tmp_path, "case": "", "seconds": None}
+    two_passes.add_pass(**options)
+    answer(record("one", 1.0))
+    two_passes.add_pass(**options)
+    (one,) = two_passes.record().cases
+    assert (one.failed, one.side("unimem")) == (None, ours([], [1.0]))
+
+
+def test_a_case_begins_in_its_suites_time_only() -> None:
+    suite = Suite("invented", "What?")
+    suite.case("one", "What?", unit="ns")(lambda given: given.count("unimem", [given.builds]))
+    options = {"quick": True, "folder": Path()}
+    late = measure(suite.cases[0], **options, until=time.monotonic() - 1)
+    assert (late.failed, late.sides, late.is_error) == (TIME_IS_UP, [], False)
+    early = measure(suite.cases[0], **options, until=time.monotonic() + 1000)
+    assert early.side("unimem") == ours([0.0]), "it builds nothing"
+    assert share_end(time.monotonic() + 90, 3) - time.monotonic() == pytest.approx(30, abs=5)
 
 
 def test_an_interrupted_run_gives_what_it_has(answer: Answer, tmp_path: Path) -> None:

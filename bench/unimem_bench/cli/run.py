@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import shutil
 import sys
@@ -33,9 +34,9 @@ from unimem_bench.texts import duration
 _USEFUL = ("gguf", "pyperf", "safetensors")
 
 
-def _schedule(names: Sequence[str], *, quick: bool, case: str) -> list[Pass]:
+def _schedule(names: Sequence[str], *, quick: bool, case: str, bounded: bool = False) -> list[Pass]:
     try:
-        return schedule(names, quick=quick, case=case)
+        return schedule(names, quick=quick, case=case, bounded=bounded)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 
@@ -72,21 +73,28 @@ def _folder(path: Path | None) -> Iterator[Path]:
 
 
 def measure(
-    names: Sequence[str], *, quick: bool, case: str, folder: Path | None
+    names: Sequence[str], *, quick: bool, case: str, bounded: bool, folder: Path | None
 ) -> tuple[Record, int]:
     """Measure suites; return the record and the exit code.
 
-    `quick` and `case` are as in `unimem_bench.run.run`; without a `folder`, files are deleted at
-    the end. BadParameter if no case is chosen.
+    `quick`, `case` and `bounded` are as in `unimem_bench.run.run`; without a `folder`, files are
+    deleted at the end. BadParameter if no case is chosen.
     """
-    passes = _schedule(names, quick=quick, case=case)
+    passes = _schedule(names, quick=quick, case=case, bounded=bounded)
     absent = [name for name in _USEFUL if find_spec(name) is None]
     if absent:
         _tell(f"unimem: {', '.join(absent)}: not installed; {install_hint('bench')}\n")
     progress = _Progress(passes)
     try:
         with _folder(folder) as files:
-            record = run(names, quick=quick, folder=files, case=case, progress=progress.update)
+            record = run(
+                names,
+                quick=quick,
+                folder=files,
+                case=case,
+                bounded=bounded,
+                progress=progress.update,
+            )
     except Interrupted as interrupt:
         return interrupt.record, INTERRUPTED
     finally:
@@ -118,8 +126,15 @@ class _Progress:
             _tell(f"{text}\n")
 
     def _left(self) -> float | None:
-        """Estimate the seconds to go, once each remaining suite has run before."""
+        """Estimate the seconds to go, once each remaining suite has run before.
+
+        Where the passes have their seconds, it is these, and more on a slow machine.
+        """
         n_done = len(self._begins) - 1
+        seconds = [each.seconds for each in self._passes if each.seconds is not None]
+        if seconds:
+            slower = (self._begins[-1] - self._begins[0]) / (sum(seconds[:n_done]) or math.inf)
+            return sum(seconds[n_done:]) * max(1.0, slower)
         took: dict[str, float] = {}
         for each, begin, end in zip(self._passes, self._begins, self._begins[1:], strict=False):
             took[each.suite.name] = end - begin
