@@ -7,6 +7,7 @@ and slow changes of the machine show in their spread.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import signal
@@ -37,7 +38,11 @@ _PACKAGES = tuple(
 """.split()
 )
 _END_S = 10.0  # that a child has to end in order when interrupted
-_MOST = 1.7  # times its seconds, after which a pass is ended: only rounds stop by themselves
+# A quick run of all suites. Each pass has a share of the seconds that are left; what it does not
+# take is for the others. Rounds end with the share, and everything else long after it.
+QUICK_S, MOST_QUICK_S = 112.0, 185.0
+_LEAST_S = 2.0  # of a share
+_WITH_MODELS = "snapshot load decode context stream store transformers".split()  # three shares
 
 
 class Interrupted(KeyboardInterrupt):
@@ -54,15 +59,17 @@ class Pass(NamedTuple):
     suite: Suite
     number: int
     n: int
-    seconds: float | None = None  # that it has, in a quick run of all suites
+
+    @property
+    def shares(self) -> int:
+        """The shares of a bounded run that it has: writing a model takes time."""
+        return 3 if self.suite.name in _WITH_MODELS else 1
 
     def __str__(self) -> str:
         return self.suite.name + (f", pass {self.number} of {self.n}" if self.n > 1 else "")
 
 
-def schedule(
-    suites: Sequence[str], *, quick: bool, case: str = "", bounded: bool = False
-) -> list[Pass]:
+def schedule(suites: Sequence[str], *, quick: bool, case: str = "") -> list[Pass]:
     """List the passes of a run, in their order; ValueError if no case is chosen."""
     chosen = [load_suite(name) for name in suites]
     counts = {
@@ -76,7 +83,7 @@ def schedule(
             "shows all cases"
         )
     return [
-        Pass(suite, number, n, suite.quick_s / n if bounded else None)
+        Pass(suite, number, n)
         for number in range(1, max(counts.values()) + 1)
         for suite in chosen
         if number <= (n := counts.get(suite.name, 0))
@@ -96,10 +103,10 @@ def run(
 
     `quick` takes smaller sizes and fewer rounds. `folder` is for files, which later runs use again.
     Only cases with `case` in ``suite/name`` are measured; the record has all of them, even if
-    nothing was measured. If `bounded`, each suite has `Suite.quick_s`. `progress` receives a line
+    nothing was measured. If `bounded`, it takes about `QUICK_S`. `progress` receives a line
     before each pass. ValueError if no case is chosen; Interrupted has the record so far.
     """
-    passes = schedule(suites, quick=quick, case=case, bounded=bounded)
+    passes = schedule(suites, quick=quick, case=case)
     chosen = [each.suite for each in passes if each.number == 1]
     when = datetime.now(UTC).isoformat(timespec="seconds")
     start = time.monotonic()
@@ -112,11 +119,10 @@ def run(
         return Record(when, quick, time.monotonic() - start, machine, versions(), suites)
 
     try:
-        for each in passes:
+        for i, each in enumerate(passes):
             progress(str(each))
-            results[each.suite.name].add_pass(
-                quick=quick, folder=folder, case=case, seconds=each.seconds
-            )
+            limits = _limits(passes[i:], start) if bounded else None
+            results[each.suite.name].add_pass(quick=quick, folder=folder, case=case, limits=limits)
     except KeyboardInterrupt:
         raise Interrupted(record()) from None
     return record()
@@ -132,21 +138,24 @@ class _Result:
         self._n_passes = 0
         self._seconds = 0.0
 
-    def add_pass(self, *, quick: bool, folder: Path, case: str, seconds: float | None) -> None:
-        """Start a process, and read what it prints; end it long after its seconds."""
+    def add_pass(
+        self, *, quick: bool, folder: Path, case: str, limits: tuple[float, float] | None
+    ) -> None:
+        """Start a process, and read what it prints; end it at the second of the limits."""
         # -P: nothing is imported from the current folder.
         command = [sys.executable, "-P", "-m", "unimem_bench.worker", self._suite.name]
         command += ["--dir", str(folder), "--case", case, *(["--quick"] if quick else [])]
         start = time.monotonic()
         missing = set(self._cases)
         time_is_up = threading.Event()
-        if seconds is not None:
-            command += ["--until", f"{start + seconds:.3f}"]
+        until, most = limits or (math.inf, math.inf)
+        if limits is not None:
+            command += ["--until", f"{until:.3f}"]
         # In a group of its own, or Ctrl-C at a terminal would interrupt it twice.
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as child:
-            timer = threading.Timer(_MOST * (seconds or 0), _stop, [child, time_is_up])
+            timer = threading.Timer(max(0, most - start), _stop, [child, time_is_up])
             try:
-                if seconds is not None:
+                if limits is not None:
                     timer.start()
                 assert child.stdout is not None
                 self._conditions.append(json.loads(child.stdout.readline() or "{}"))
@@ -173,6 +182,14 @@ class _Result:
     def record(self) -> SuiteRecord:
         about, took = (self._suite.name, self._suite.question), (self._n_passes, self._seconds)
         return SuiteRecord(*about, *took, [*map(_settled, self._cases.values())], self._conditions)
+
+
+def _limits(passes: Sequence[Pass], start: float) -> tuple[float, float]:
+    """Return until when the first of the passes that are left has time, and when it is ended."""
+    now = time.monotonic()
+    left = (start + QUICK_S - now) * passes[0].shares / sum(each.shares for each in passes)
+    share = max(_LEAST_S, left)
+    return now + share, min(now + 2 * share + _LEAST_S, max(now, start + MOST_QUICK_S))
 
 
 def _settled(case: CaseRecord) -> CaseRecord:

@@ -250,7 +250,6 @@ class Suite:
     # the interval of a ratio includes that spread.
     passes: int = 1
     quick_passes: int = 1
-    quick_s: float = 4.0  # that a quick run of all suites gives it, for all passes
     cases: list[Case] = field(default_factory=list)  # in the order of their declaration
 
     def case(

@@ -101,7 +101,7 @@ def test_a_pass_ends_long_after_its_time_and_that_is_no_error(
     answer: Answer, monkeypatch: Patch, tmp_path: Path
 ) -> None:
     seen = answer(record("one", 1.0), after="while :; do sleep 0.01; done")
-    monkeypatch.setattr(runs, "_MOST", 0.1)
+    monkeypatch.setattr(runs, "MOST_QUICK_S", 0.5)
     (one,) = run(["invented"], quick=True, bounded=True, folder=tmp_path).cases()
     assert float(seen.read_text().split()[-1]) > time.monotonic() - 100
     assert (one.failed, one.is_error) == (None, False)
@@ -110,12 +110,23 @@ def test_a_pass_ends_long_after_its_time_and_that_is_no_error(
     assert (one.failed, one.is_error) == (TIME_IS_UP, False)
 
 
+def test_passes_share_the_seconds_that_are_left(monkeypatch: Patch) -> None:
+    names = ["calls", "decode", "gguf"]
+    passes = [each for each in runs.schedule(names, quick=True) if each.number == 1]
+    monkeypatch.setattr(runs, "time", Mock(monotonic=lambda: 100.0))
+    share = runs.QUICK_S / 5
+    assert runs._limits(passes, 100.0) == (100 + share, 100 + 2 * share + 2)
+    assert runs._limits(passes[1:], 100.0)[0] == 100 + runs.QUICK_S * 3 / 4
+    assert runs._limits(passes, 100 - runs.QUICK_S) == (102.0, 106.0)
+    assert runs._limits(passes, 99 - runs.MOST_QUICK_S)[1] == 100.0, "nothing begins"
+
+
 def test_what_one_pass_had_no_time_for_is_measured_by_another(
     answer: Answer, tmp_path: Path
 ) -> None:
     answer(record("one", failed=TIME_IS_UP))
     two_passes = runs._Result(runs.load_suite("invented"), [runs.load_suite("invented").cases[0]])
-    options = {"quick": True, "folder": tmp_path, "case": "", "seconds": None}
+    options = {"quick": True, "folder": tmp_path, "case": "", "limits": None}
     two_passes.add_pass(**options)
     answer(record("one", 1.0))
     two_passes.add_pass(**options)
@@ -127,7 +138,7 @@ def test_a_case_begins_in_its_suites_time_only() -> None:
     suite = Suite("invented", "What?")
     suite.case("one", "What?", unit="ns")(lambda given: given.count("unimem", [given.builds]))
     options = {"quick": True, "folder": Path()}
-    late = measure(suite.cases[0], **options, until=time.monotonic() - 1)
+    late = measure(suite.cases[0], **options, until=time.monotonic() - 1, late=True)
     assert (late.failed, late.sides, late.is_error) == (TIME_IS_UP, [], False)
     early = measure(suite.cases[0], **options, until=time.monotonic() + 1000)
     assert early.side("unimem") == ours([0.0]), "it builds nothing"
