@@ -49,7 +49,11 @@ def test_every_snippet_is_accepted(checker: str, tmp_path: Path) -> None:
     for name, text in texts.items():
         (tmp_path / f"{name}.py").write_text(text)
     source = str(ROOT / "src")
-    settings = {"extraPaths": [source], "typeCheckingMode": "standard", "pythonVersion": "3.11"}
+    settings: dict[str, object] = {
+        "extraPaths": [source],
+        "typeCheckingMode": "standard",
+        "pythonVersion": "3.11",
+    }
     # A snippet shows attributes without using them, and peers may be missing.
     settings |= {"reportUnusedExpression": False, "reportMissingImports": False}
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
