@@ -121,12 +121,11 @@ def test_passes_share_the_seconds_that_are_left(monkeypatch: Patch) -> None:
     assert runs._limits(passes, 99 - runs.MOST_QUICK_S)[1] == 100.0, "nothing begins"
 
 
-def test_what_one_pass_had_no_time_for_is_measured_by_another(
-    answer: Answer, tmp_path: Path
-) -> None:
+def test_what_one_pass_had_no_time_for_another_measures(answer: Answer, tmp_path: Path) -> None:
     answer(record("one", failed=TIME_IS_UP))
-    two_passes = runs._Result(runs.load_suite("invented"), [runs.load_suite("invented").cases[0]])
-    options = {"quick": True, "folder": tmp_path, "case": "", "limits": None}
+    suite = runs.schedule(["invented"], quick=True)[0].suite
+    two_passes = runs._Result(suite, suite.cases[:1])
+    options: Any = {"quick": True, "folder": tmp_path, "case": "", "limits": None}
     two_passes.add_pass(**options)
     answer(record("one", 1.0))
     two_passes.add_pass(**options)
@@ -137,7 +136,7 @@ def test_what_one_pass_had_no_time_for_is_measured_by_another(
 def test_a_case_begins_in_its_suites_time_only() -> None:
     suite = Suite("invented", "What?")
     suite.case("one", "What?", unit="ns")(lambda given: given.count("unimem", [given.builds]))
-    options = {"quick": True, "folder": Path()}
+    options: Any = {"quick": True, "folder": Path()}
     late = measure(suite.cases[0], **options, until=time.monotonic() - 1, late=True)
     assert (late.failed, late.sides, late.is_error) == (TIME_IS_UP, [], False)
     early = measure(suite.cases[0], **options, until=time.monotonic() + 1000)
