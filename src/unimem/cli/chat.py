@@ -128,9 +128,8 @@ class Dialogue:
                 kv.seq_len,
                 len(ids),
             )
-        known = decoder._forward.ids[: decoder._forward.n_known]
         # The last one is computed in any case, for its logits.
-        n_same = n_common(known, token_ids(ids[:-1]))
+        n_same = n_common(decoder.token_ids, token_ids(ids[:-1]))
         n_kept = kv.seq_len - (kv.next_position - n_same)  # a window has dropped others
         try:
             kv.crop(n_kept)

@@ -311,6 +311,16 @@ class Decoder:
         block = self.layout.scratch.block
         return block.as_array("float32", self.dims.vocab_size, self._logits_address - block.address)
 
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """int32 [n]: the ids of the tokens so far, by position; a copy.
+
+        It ends before the first id that is unknown, such as that of a token whose K and V another
+        writer appended to the cache, and where `kv` was cropped.
+        """
+        self._check_open()
+        return self._forward.ids[: self._forward.n_known].copy()
+
     def addresses(self) -> dict[str, int]:
         """Return the address of every buffer that a step uses; addresses never change.
 

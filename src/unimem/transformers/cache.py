@@ -161,7 +161,7 @@ class KVCache(Cache):  # type: ignore[misc]
     ) -> None:
         text = config.get_text_config(decoder=True)
         kept = _kept(text)
-        check_placement("KVCache", placement)
+        check_placement("unimem.transformers.KVCache", placement)
         budget = None if budget_bytes is None else checked_nbytes(budget_bytes, "budget_bytes")
         if budget is not None and any(one.indexed for one in kept):
             raise NotImplementedError(
