@@ -741,7 +741,7 @@ class _Planner:
         from unimem.backends import cuda_driver  # few plans need it
 
         driver = cuda_driver.driver(number)
-        free, total = driver.mem_info()
+        free, total = driver.room()
         shape, n = self._source.shape, options.sessions
         types = {f"weights:{kind}": size for kind, size in self._source.by_type().items() if size}
         weights = round_to_pages(self._source.device_bytes())
