@@ -32,7 +32,7 @@ def place_of(layer: Any) -> torch.Tensor:
 
 
 @torch.library.custom_op(  # type: ignore[untyped-decorator]
-    "unimem::append", mutates_args=("place", "rows"), device_types="cpu"
+    "unimem::append", mutates_args=("place", "rows"), device_types=("cpu", "cuda")
 )
 def append(
     place: torch.Tensor,
