@@ -19,7 +19,7 @@ import unimem as um
 from support.gpu.host_gpu import HostDriver, numpy_of
 from support.processes import interrupts
 from support.processes.forks import in_child
-from unimem._core.status import device_ledger, ledger
+from unimem._core.status import device_bytes, device_ledger, ledger
 from unimem.backends import cuda_driver
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
@@ -290,12 +290,12 @@ def test_a_budget_limits_blocks_and_plans(cuda: Any, host_gpu: HostDriver) -> No
                 cuda.Block(1)
             error = caught.value
             assert (error.limit, error.used, error.asked) == (3 * MIB, 3 * MIB, 1)
-        assert host_gpu.room() == (MIB, 3 * MIB)
+        assert host_gpu.room(device_bytes("cuda:0")) == (MIB, 3 * MIB)
         assert um.report().facts["devices"][0]["budget_bytes"] == 3 * MIB
         cuda.set_budget(MIB)
-        assert host_gpu.room() == (0, MIB)
+        assert host_gpu.room(device_bytes("cuda:0")) == (0, MIB)
         cuda.set_budget(None)
-        assert host_gpu.room() == host_gpu.mem_info()
+        assert host_gpu.room(device_bytes("cuda:0")) == host_gpu.mem_info()
         cuda.Block(2 * MIB).close()
 
 

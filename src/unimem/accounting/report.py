@@ -11,7 +11,7 @@ from typing import Any
 
 from unimem._core import ledger
 from unimem._core.ledger import Entry
-from unimem._core.status import device_ledger, row_name
+from unimem._core.status import device_bytes, device_ledger, row_name
 from unimem.accounting.attribution import attribute, page_runs
 from unimem.accounting.llama_buffers import name_buffers
 from unimem.accounting.mapped_models import MappedModel, models
@@ -291,7 +291,7 @@ def _describe_devices() -> Iterator[dict[str, Any]]:
             free, total = driver.mem_info()
             yield {
                 "name": driver.name,
-                "own_bytes": driver.own_bytes(),
+                "own_bytes": device_bytes(driver.name),
                 "used_bytes": total - free,
                 "total_bytes": total,
                 "budget_bytes": driver.budget_bytes,

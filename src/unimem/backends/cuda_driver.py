@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from unimem._core.status import device_ledger
 from unimem.base.arguments import integer
 from unimem.base.install_hint import install_hint
 from unimem.base.text import format_bytes
@@ -216,31 +215,25 @@ class Driver:
                 raise
             raise self._full(nbytes) from error
 
-    def check_budget(self, nbytes: int) -> None:
-        """Raise CapacityError if an allocation of unimem would exceed the budget."""
-        budget, own = self.budget_bytes, self.own_bytes()
-        if budget is not None and own + nbytes > budget:
-            asked, taken, most = map(format_bytes, (nbytes, own, budget))
+    def check_budget(self, own_bytes: int, nbytes: int) -> None:
+        """Raise CapacityError if unimem, which has some bytes, would exceed the budget."""
+        budget = self.budget_bytes
+        if budget is not None and own_bytes + nbytes > budget:
+            asked, taken, most = map(format_bytes, (nbytes, own_bytes, budget))
             raise CapacityError(
                 f"{self.name}: asked for {asked}, but {taken} of a budget of {most} are taken: a "
                 "smaller size, or a larger unimem.cuda.set_budget",
                 budget,
-                own,
+                own_bytes,
                 nbytes,
             )
 
-    def own_bytes(self) -> int:
-        """Return the bytes of device memory that unimem has in this process."""
-        rows = device_ledger().items()
-        return sum(row["nbytes"] for (device, _), row in rows if device == self.name)
-
-    def room(self) -> tuple[int, int]:
-        """Return the bytes that unimem can still take, and those that it could take in all."""
+    def room(self, own_bytes: int) -> tuple[int, int]:
+        """Return the bytes that unimem, which has some, can still take, and could in all."""
         free, total = self.mem_info()
         if self.budget_bytes is None:
             return free, total
-        left = max(0, self.budget_bytes - self.own_bytes())
-        return min(free, left), min(total, self.budget_bytes)
+        return min(free, max(0, self.budget_bytes - own_bytes)), min(total, self.budget_bytes)
 
     def _full(self, nbytes: int) -> CapacityError:
         free, total = self.mem_info()
@@ -460,7 +453,8 @@ class Driver:
     ) -> None:
         """Queue a copy of rows ``[n, bytes]`` that lie apart, in any direction."""
         n, nbytes = shape
-        self._runtime.memcpy2DAsync(*(to, to_step, from_, from_step, nbytes, n), _COPY_ANY, stream)
+        queue = self._runtime.memcpy2DAsync
+        queue(to, to_step, from_, from_step, nbytes, n, _COPY_ANY, stream)
 
     def fill(self, address: int, byte: int, nbytes: int, stream: int) -> None:
         """Queue filling memory with a byte."""

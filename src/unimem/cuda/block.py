@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Self, Unpack
 
 from unimem._core.arrays import array_within, checked_nbytes
 from unimem._core.block import Block as HostBlock
-from unimem._core.status import DeviceEntry, row_name
+from unimem._core.status import DeviceEntry, device_bytes, row_name
 from unimem.backends import cuda_driver
 from unimem.base.arguments import flag, string
 from unimem.base.text import format_bytes
@@ -118,7 +118,7 @@ class _Memory:
         if pinned:
             self._pin(HostBlock(nbytes, name=name, category=category, **placement))
         else:
-            driver.check_budget(nbytes)
+            driver.check_budget(device_bytes(driver.name), nbytes)
             self._allocation = driver.allocate(nbytes)
             self.address = int(self._allocation.ptr)
             self._entry = DeviceEntry(driver.name, category, nbytes)

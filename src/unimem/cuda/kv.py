@@ -62,7 +62,7 @@ class KVCache(KVDevice):
 
     Attributes
     ----------
-    dtype, v_dtype, name, budget_bytes : str, str, str, int or None
+    dtype, v_dtype, order, name, budget_bytes : str, str, str, str, int or None
         As for `unimem.KVCache`.
     arrays : str
         As given.

@@ -4,7 +4,7 @@
 // option of the compiler (fused multiply-add, fast division) changes a bit. A test compiles this
 // source for the CPU and compares; hence no include, and no warp-wide operation.
 //
-// A kernel takes one structure of 64-bit integers, by value: `Append` and `Read` of row_kernels.pyx.
+// A kernel takes one structure of 64-bit integers, by value, as row_kernels.pyx fills it.
 
 typedef long long i64;
 typedef unsigned long long u64;

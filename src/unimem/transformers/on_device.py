@@ -80,7 +80,10 @@ class DeviceGroup(Group):
         if self._is_replaced:
             n = self.expected + max(self.expected // 2, _SPARE_ROWS)
         kv = cuda.KVCache(
-            *(len(self.lengths), heads, head_dim, n),
+            len(self.lengths),
+            heads,
+            head_dim,
+            n,
             batch=batch,
             dtype=kind,
             order="head",
