@@ -109,6 +109,40 @@ def test_a_compiled_step_has_no_break(torch: Any, compiling: Any) -> None:
         assert said == expected
 
 
+def test_a_graph_writes_another_row_each_time(torch: Any) -> None:
+    import unimem.transformers.operator  # registers it
+
+    assert unimem.transformers.operator.append_at
+    half = {"device": "cuda", "dtype": torch.float16}
+    with cuda.KVCache(1, 2, 64, 8, dtype="f16", order="head", arrays="torch") as kv:
+        empty = torch.zeros(1, 2, 8, 64, **half)
+        kv.append(0, empty, empty)
+        rows: tuple[Any, ...] = kv.layer(0)
+        row = torch.zeros(1, dtype=torch.int32, device="cuda")
+        token = torch.zeros(1, 2, 1, 64, **half)
+
+        def step() -> None:
+            token.add_(1)
+            torch.ops.unimem.append_at(*rows, token, -token, row)
+            row.add_(1)
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step()  # its kernels are loaded before the capture
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        for _ in range(4):
+            graph.replay()
+        torch.cuda.synchronize()
+        expected = [1.0, 2.0, 3.0, 4.0, 5.0, 0.0, 0.0, 0.0]
+        assert rows[0][0, 1, :, 63].tolist() == expected
+        assert rows[1][0, 0, :, 0].tolist() == [-x for x in expected]
+        rows = ()
+
+
 def test_reports_count_what_nvidia_smi_shows(torch: Any) -> None:
     if shutil.which("nvidia-smi") is None:
         pytest.skip("no nvidia-smi")

@@ -22,7 +22,7 @@ import unimem as um
 from support.gpu.host_gpu import HostDriver
 from support.models import tiny_transformers as tiny
 from support.models.architectures import CACHE
-from unimem.transformers import KVCache, on_device
+from unimem.transformers import KVCache, on_device, operator
 from unimem.transformers import cache as cache_module
 
 pytestmark = pytest.mark.slow
@@ -204,8 +204,47 @@ def test_compiled_steps_give_the_tokens_of_plain_ones(kind: str, options: dict[s
     torch._dynamo.reset()
 
 
-def test_the_operator_is_one_of_cuda() -> None:
-    assert torch._C._dispatch_has_kernel_for_dispatch_key("unimem::append", "CUDA")
+@pytest.mark.parametrize("name", ["append", "append_at"])
+def test_the_operators_are_those_of_cuda(name: str) -> None:
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"unimem::{name}", "CUDA")
+
+
+@pytest.mark.parametrize("call", [torch.ops.unimem.append_at, operator.on_device])
+@pytest.mark.parametrize(("stored", "given"), [("float16", "float32"), ("bfloat16", "bfloat16")])
+def test_tokens_are_written_at_the_row_that_a_tensor_has(
+    cuda: Any, call: Any, stored: str, given: str
+) -> None:
+    empty = torch.zeros(2, 2, 6, 32)
+    with cuda.KVCache(1, 2, 32, 6, batch=2, dtype=stored, order="head", arrays="torch") as kv:
+        kv.append(0, empty, empty)
+        rows, expected = kv.layer(0), [part.clone() for part in kv.layer(0)]
+        for at in (-1, 0, 2, 5, 9, -7):
+            k, v = torch.randn(2, 2, 2, 2, 32).to(getattr(torch, given))
+            v = v.transpose(1, 2).contiguous().transpose(1, 2)  # as models give it
+            call(*rows, k, v, torch.tensor([at], dtype=torch.int32))
+            for i in range(max(0, -at), min(2, 6 - at)):
+                for part, states in zip(expected, (k, v), strict=True):
+                    part[:, :, at + i] = states[:, :, i]
+        assert all(map(torch.equal, rows, expected))
+        row = torch.zeros(1, dtype=torch.int32)
+        wrong: list[tuple[tuple[Any, ...], type[Exception], str]] = [
+            (
+                (*rows, k, v, row.long()),
+                TypeError,
+                "row: expected one int32 on cpu, got torch",
+            ),
+            ((*rows, k, v[:, :, :1], row), ValueError, "append_at: expected tokens of shape"),
+            ((rows[0], rows[1][:, :, :3], k, v, row), ValueError, "rows that lie alike"),
+            ((*rows, k, v.double(), row), TypeError, "append_at: expected float32, float16"),
+        ]
+        for arguments, error, text in wrong:
+            with pytest.raises(error, match=text):
+                call(*arguments)
+        checks = ("test_schema", "test_faketensor")
+        torch.library.opcheck(
+            torch.ops.unimem.append_at.default, (*rows, k, v, row), test_utils=checks
+        )
+        del rows
 
 
 def test_what_a_device_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

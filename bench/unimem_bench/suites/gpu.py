@@ -687,7 +687,7 @@ def generate(measure: Measure, n_tokens: int) -> None:
                 STATIC, lambda: transformers.StaticCache(config=config, max_cache_len=room)
             ),
         },
-        rounds=5,
+        rounds=3,
         warmup=1,
     )
     if not bool((said["unimem"] == said[DYNAMIC]).all()):
