@@ -23,18 +23,31 @@ from unimem.kv.rotate_heads import rotate_heads
 from unimem.kv.types import block_values, kv_name
 from unimem.system import limits
 from unimem.transformers import operator
+from unimem.transformers.operator import NAMES
 from unimem.transformers.rows import Rows
 from unimem.transformers.scratch import Scratch
 
-__all__ = ["CacheOptions", "Group", "Layer", "Prompt", "as_tensor", "no_copy", "stream_numbers"]
+__all__ = [
+    "DTYPES",
+    "CacheOptions",
+    "Dims",
+    "Group",
+    "Layer",
+    "Prompt",
+    "Tensors",
+    "as_tensor",
+    "check_gradients",
+    "fits",
+    "no_copy",
+    "stream_numbers",
+]
 
 Tensors = tuple[torch.Tensor, torch.Tensor]
 Dims = tuple[int, int, int, int]
 
-_NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 # Of fewer tokens, a call of Python costs more than it saves.
 _FEWEST_PACKED = {torch.float32: 1024, torch.float16: 256, torch.bfloat16: 256}
-_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
 def as_tensor(array: npt.NDArray[Any]) -> torch.Tensor:
@@ -75,6 +88,7 @@ class CacheOptions:
     budget_bytes: int | None
     placement: dict[str, Any]
     config: PreTrainedConfig
+    device: int | None = None  # None: main memory
 
 
 def dims_of(keys: torch.Tensor, values: torch.Tensor) -> Dims:
@@ -104,6 +118,12 @@ class Group:
     grows: bool = True
     scratch: Scratch = field(default_factory=Scratch)  # for converted copies
     prompt: Prompt | None = None  # whose rows a ring keeps until they are put into a store
+    expected: int = 0  # tokens that are about to come, for which a device makes room
+
+    @property
+    def ring(self) -> int | None:
+        """The window of the cache, if it is a ring."""
+        return self.window
 
     def add(self) -> int:
         """Add a layer, in the order of the model; return its number."""
@@ -139,13 +159,23 @@ class Group:
 
     def dtype_for(self, keys: torch.Tensor) -> tuple[str, str]:
         """Return the stored types of tokens like these, given or by default."""
-        if keys.device.type != "cpu":
-            raise ValueError(f"KVCache.update: expected tensors on the CPU, got {keys.device}")
-        if keys.dtype not in _NAMES:
+        self.check_device(keys)
+        if keys.dtype not in NAMES:
             raise TypeError(
                 f"KVCache.update: expected float32, float16 or bfloat16, got {keys.dtype}"
             )
-        return self.options.dtype or (_NAMES[keys.dtype],) * 2
+        return self.options.dtype or (NAMES[keys.dtype],) * 2
+
+    def check_device(self, keys: torch.Tensor) -> None:
+        """Raise ValueError for tokens that are not in main memory."""
+        if keys.device.type != "cpu":
+            raise ValueError(
+                f"KVCache.update: expected tensors on the CPU, got {keys.device}: for_model makes "
+                "a cache where the model is"
+            )
+
+    def make_room(self, n: int) -> None:
+        """Do nothing: memory is taken as tokens arrive."""
 
     def make(self, dims: Dims, dtypes: Sequence[str], budget_bytes: int | None) -> KVCache:
         """Make a cache for all layers of the group."""
@@ -355,7 +385,7 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
 
     def _past(self, kv: KVCache, dtype: torch.dtype | None) -> Tensors:
         """Return K and V that the next token may attend to, converted if there is a type."""
-        wanted = None if dtype is None else _DTYPES[dtype]
+        wanted = None if dtype is None else DTYPES[dtype]
         parts = kv.layer(self.index, dtype="float32" if kv.rotate else wanted)
         if kv.rotate:  # queries are not rotated
             parts = rotate_heads(parts[0], "k"), rotate_heads(parts[1], "v")
@@ -409,7 +439,7 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
         wanted = dims_of(key_states, value_states)
         if group.dims != wanted or value_states.shape[:3] != key_states.shape[:3]:
             self.lazy_initialization(key_states, value_states)
-        _check_gradients(key_states)
+        check_gradients(key_states)
         try:
             shown = self._append(group.require(), key_states, value_states)
         except CacheFull as error:
@@ -425,7 +455,7 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
     def _append(self, kv: KVCache, key_states: torch.Tensor, value_states: torch.Tensor) -> Tensors:
         """Append tokens that fit the cache, and return all that they attend to."""
         group, window, n = self.group, self.group.window, key_states.shape[2]
-        if kv.rotate or not (_NAMES.get(key_states.dtype) == kv.dtype == kv.v_dtype):
+        if kv.rotate or not (NAMES.get(key_states.dtype) == kv.dtype == kv.v_dtype):
             return self._append_converted(kv, key_states, value_states)
         if window is not None and window - 1 + n > kv.n_rows:
             return self._append_far(kv, key_states, value_states)
@@ -449,7 +479,7 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
 
     def _append_compiled(self, key_states: torch.Tensor, value_states: torch.Tensor) -> Tensors:
         """Append tokens by the operator, without a look at the cache, for `torch.compile`."""
-        _check_gradients(key_states)
+        check_gradients(key_states)
         group, n, length = self.group, key_states.shape[2], self.length
         rows, window = None if group.grows else self.rows, group.window
         shown, first = self.get_mask_sizes(n)
@@ -458,7 +488,7 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
             operator.append(self._place, key_states, value_states, [], 0)
             return key_states, value_states
         n_rows = 0
-        if rows is not None and all(map(_fits, (key_states, value_states), rows)):
+        if rows is not None and all(map(fits, (key_states, value_states), rows)):
             n_rows = rows[0].shape[2] if window is None else rows[0].shape[2] // 2
         if rows is None or shown > n_rows:
             keys, values = operator.append(self._place, key_states, value_states, [], shown)
@@ -515,13 +545,13 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
         """Return copies of all tokens, in memory that was used for copies before."""
         scratch, wanted = self.group.scratch, torch.float32 if kv.rotate else dtype
         shapes = [(*self.group.dims[:2], self.length, size) for size in self.group.dims[2:]]
-        k, v = [scratch.take(shape, _DTYPES[wanted]) for shape in shapes]
-        kv.layer(self.index, dtype=_DTYPES[wanted], out=(k, v))
+        k, v = [scratch.take(shape, DTYPES[wanted]) for shape in shapes]
+        kv.layer(self.index, dtype=DTYPES[wanted], out=(k, v))
         if kv.rotate:  # queries are not rotated
             rotate_heads(k, "k", out=k)
             rotate_heads(v, "v", out=v)
         if wanted != dtype:
-            made = [scratch.take(shape, _DTYPES[dtype]) for shape in shapes]
+            made = [scratch.take(shape, DTYPES[dtype]) for shape in shapes]
             for part, exact in zip(made, (k, v), strict=True):
                 as_tensor(part).copy_(as_tensor(exact))
             k, v = made
@@ -578,7 +608,8 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
         raise _together("batch_select_indices")
 
 
-def _check_gradients(key_states: torch.Tensor) -> None:
+def check_gradients(key_states: torch.Tensor) -> None:
+    """Raise RuntimeError for tokens that require gradients."""
     if key_states.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
             "KVCache.update: expected tokens without gradients, which a cache does not keep: "
@@ -586,7 +617,7 @@ def _check_gradients(key_states: torch.Tensor) -> None:
         )
 
 
-def _fits(states: torch.Tensor, rows: torch.Tensor) -> bool:
+def fits(states: torch.Tensor, rows: torch.Tensor) -> bool:
     """Return whether tokens have the type and sizes of rows."""
     sizes: bool = states.shape[:2] == rows.shape[:2] and states.shape[3] == rows.shape[3]
     return sizes and bool(states.dtype == rows.dtype)

@@ -13,14 +13,13 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem._core.block import Block
 from unimem.base.arguments import file_path, integer, one_of
 from unimem.base.cache_folder import cache_folder, check_own_folder, default_bytes
 from unimem.base.closing import Closing
@@ -306,7 +305,7 @@ class KVStore(Closing):
         there: set[bytes] = set()
         n_whole = len(chunks.keys)
         try:
-            with _blob_of(chunks) as blob:
+            with _blob_of(chunks, rows) as blob:
                 for i, piece in enumerate(held):
                     if piece.number >= n_whole:
                         break
@@ -383,7 +382,7 @@ class KVStore(Closing):
         n = self._longest(chunks, len(chunks.keys))
         if n * self.chunk_tokens <= held:
             return held
-        with _blob_of(chunks) as blob:
+        with _blob_of(chunks, rows) as blob:
             try:
                 rows.begin(n * self.chunk_tokens)
                 n = self._fill(rows, chunks, held // self.chunk_tokens, n, blob)
@@ -637,12 +636,8 @@ def _text(model: str) -> str:
     return model
 
 
-@contextmanager
-def _blob_of(chunks: _Chunks) -> Iterator[NDArray[np.uint8]]:
+def _blob_of(chunks: _Chunks, rows: Rows) -> AbstractContextManager[NDArray[np.uint8]]:
     """Give memory for one chunk; empty memory if there are no chunks."""
     if not chunks.keys:
-        yield np.empty(0, np.uint8)
-        return
-    nbytes = max(shape.nbytes for shape in chunks.shapes)
-    with Block(nbytes, pages="4k", name="chunk", category="staging") as block:
-        yield block.as_array("uint8", nbytes)
+        return nullcontext(np.empty(0, np.uint8))
+    return rows.memory(max(shape.nbytes for shape in chunks.shapes))
