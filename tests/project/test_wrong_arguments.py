@@ -173,6 +173,7 @@ ENGINE_CALLS: dict[str, Callable[[Things], Call]] = {
     ),
     "Decoder.generate_next_token": of_decoder("generate_next_token", **SAMPLING),
     "Decoder.prefill": of_decoder("prefill", tokens=[1]),
+    "Decoder.put_aside": of_decoder("put_aside", store=lambda t: t.store()),
     "Decoder.resume": of_decoder("resume", path=lambda t: t.saved()),
     "Decoder.save_session": of_decoder("save_session", path=lambda t: t.folder / "session"),
     "Decoder.tokenize": of_decoder("tokenize", text="a", add_bos=False, special=False),

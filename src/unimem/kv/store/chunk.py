@@ -284,10 +284,10 @@ def find_fault(
     return fault
 
 
-def find_fault_alone(key: bytes, blob: NDArray[np.uint8], known: Mapping[str, int]) -> str | None:
+def find_fault_alone(key: bytes, blob: NDArray[np.uint8], note: Mapping[str, object]) -> str | None:
     """Say what is wrong with all bytes of a file whose shape only its header has.
 
-    `known` are those of the header's fields on rows that the file's note has as well.
+    The file's note may have the header's fields on rows as well (`ChunkShape.rows`).
     """
     if len(blob) < HEADER_BYTES:
         return f"it has {len(blob)} bytes, not those of a header"
@@ -299,7 +299,7 @@ def find_fault_alone(key: bytes, blob: NDArray[np.uint8], known: Mapping[str, in
     if whole != len(blob):
         return f"it has {len(blob)} bytes, not {whole}"
     is_odd = rows * n != sizes["data_bytes"] if sizes["row_bytes"] else sizes["data_bytes"] % n
-    if is_odd or any(sizes[name] != value for name, value in known.items()):
+    if is_odd or any(note.get(name, value) != value for name, value in sizes.items()):
         return _OTHER_BYTES
     data, zeros = np.split(blob[HEADER_BYTES:], [sizes["data_bytes"]])
     digest = copy_hashed(data, None, zeros.nbytes)

@@ -119,7 +119,6 @@ def _chunk(disk: FolderTier, name: str, nbytes: int, used_ns: int) -> StoredChun
     key = os.path.splitext(name)[0]
     path = disk.path_of(bytes.fromhex(key))
     note = notes.read_note(path)
-    texts = (str(note.get(name, "")) for name in ("engine", "model", "layout", "tenant"))
     made, end = note.get("made"), note.get("end")
     return StoredChunk(
         key,
@@ -128,7 +127,10 @@ def _chunk(disk: FolderTier, name: str, nbytes: int, used_ns: int) -> StoredChun
         made if isinstance(made, int) else None,
         notes.hits_of(path),
         notes.pinned_until(path),
-        *texts,
+        engine=str(note.get("engine", "")),
+        model=str(note.get("model", "")),
+        layout=str(note.get("layout", "")),
+        tenant=str(note.get("tenant", "")),
         at=str(note.get("at", key)),
         parent=str(note.get("parent", "")),
         end=end if isinstance(end, int) else 0,
@@ -162,5 +164,4 @@ def _fault(disk: FolderTier, key: bytes, nbytes: int) -> str | None:
     if n != nbytes:
         return f"it has {n} bytes, not {nbytes}"
     note = notes.read_note(disk.path_of(key))
-    known = {name: note[name] for name in ("n_tokens", "n_lanes", "row_bytes") if name in note}
-    return find_fault_alone(key, blob, known)
+    return find_fault_alone(key, blob, note)
