@@ -57,7 +57,7 @@ def test_the_text_goes_on_as_if_it_had_stayed(
 ) -> None:
     with opened(models[arch], **KINDS[kind]) as stayed:
         stayed.prefill(PROMPT)
-        expected = [
+        expected: list[Any] = [
             greedy(stayed, 5),
             greedy(stayed, 5),
             stayed.prefill([7]).copy(),
@@ -78,8 +78,7 @@ def test_the_text_goes_on_as_if_it_had_stayed(
         found.append(decoder.prefill([7]).copy())
         decoder.put_aside(store)
         found.append(greedy(decoder, 5))
-    for one, other in zip(found, expected, strict=True):
-        assert np.array_equal(one, other)
+    assert all(map(np.array_equal, found, expected))
 
 
 def test_a_generation_goes_on(models: dict[str, Path], store: um.KVStore) -> None:

@@ -15,7 +15,7 @@ from unimem.cli import terminal
 from unimem.cli.exits import FAILED
 from unimem.cli.terminal import document_head
 from unimem.kv.store import notes
-from unimem.kv.store.inventory import Inventory, Node, StoredChunk, find_damaged
+from unimem.kv.store.inventory import ChunkNode, Inventory, StoredChunk, find_damaged
 from unimem.kv.store.store import KVStore
 from unimem.llama_cpp.stored import stored_prefixes
 
@@ -155,7 +155,7 @@ class ChunkWork:
                 n = format_count(tier["n_chunks"], "chunk")
                 _say(f"{tier['name']}: {n}, {size}: {tier['path']}")
 
-    def _prefix(self, found: Inventory, node: Node) -> dict[str, Any]:
+    def _prefix(self, found: Inventory, node: ChunkNode) -> dict[str, Any]:
         """Sum up a conversation; its hits are those of its last chunk."""
         own = {"hits": max(chunk.hits for chunk in node.chunks)} | _pin_of(node.chunks)
         of = {"key": node.at, "n_tokens": node.end, "n_branches": len(node.children)}

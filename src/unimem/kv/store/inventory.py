@@ -13,7 +13,7 @@ from unimem.kv.store import notes
 from unimem.kv.store.chunk import find_fault_alone
 from unimem.kv.store.tiers import FolderTier
 
-__all__ = ["Inventory", "Node", "StoredChunk", "find_damaged"]
+__all__ = ["ChunkNode", "Inventory", "StoredChunk", "find_damaged"]
 
 
 class StoredChunk(NamedTuple):
@@ -45,14 +45,14 @@ class StoredChunk(NamedTuple):
 
 
 @dataclass(slots=True)
-class Node:
+class ChunkNode:
     """The chunks that end at the same token of a conversation, or one chunk of another engine."""
 
     at: str
     parent: str
     end: int
     chunks: list[StoredChunk] = field(default_factory=list)
-    children: list[Node] = field(default_factory=list)
+    children: list[ChunkNode] = field(default_factory=list)
 
 
 class Inventory:
@@ -62,27 +62,27 @@ class Inventory:
     ----------
     chunks : dict of str to StoredChunk
         By identity.
-    nodes : dict of str to Node
+    nodes : dict of str to ChunkNode
         By identity of their tokens, or of the chunk.
     """
 
     def __init__(self, disk: FolderTier) -> None:
         found = (_chunk(disk, file.name, file.nbytes, file.used_ns) for file in disk.chunks())
         self.chunks = {chunk.key: chunk for chunk in found}
-        self.nodes: dict[str, Node] = {}
+        self.nodes: dict[str, ChunkNode] = {}
         for chunk in self.chunks.values():
-            node = self.nodes.setdefault(chunk.at, Node(chunk.at, chunk.parent, chunk.end))
+            node = self.nodes.setdefault(chunk.at, ChunkNode(chunk.at, chunk.parent, chunk.end))
             node.chunks.append(chunk)
         for node in self.nodes.values():
             if node.parent in self.nodes:
                 self.nodes[node.parent].children.append(node)
 
-    def ends(self) -> list[Node]:
+    def ends(self) -> list[ChunkNode]:
         """List where conversations end, and where several begin to differ; the last used first."""
         found = [node for node in self.nodes.values() if node.end and len(node.children) != 1]
         return sorted(found, key=lambda node: used(node.chunks), reverse=True)
 
-    def path(self, node: Node) -> list[StoredChunk]:
+    def path(self, node: ChunkNode) -> list[StoredChunk]:
         """List the chunks from the first one of a conversation to a node."""
         chunks: list[StoredChunk] = []
         seen: set[str] = set()
@@ -92,7 +92,7 @@ class Inventory:
             node = self.nodes.get(node.parent, node)
         return chunks
 
-    def only(self, node: Node) -> list[StoredChunk]:
+    def only(self, node: ChunkNode) -> list[StoredChunk]:
         """List the chunks of a node and behind it, and those before that nothing else continues."""
         chunks: list[StoredChunk] = []
         nodes = [node]
