@@ -150,6 +150,7 @@ cdef class ForwardPass:
     """
     #: tally: Tally
     #: compute_address: int
+    #: bring_back: Callable[[], object] | None
     #: @property
     #: def n_ids(self) -> int: ...
     #: @property
@@ -158,13 +159,17 @@ cdef class ForwardPass:
     #: def logits_end(self) -> int: ...
     #: @property
     #: def compute_ns(self) -> int: ...
+    #: @property
+    #: def computed_ns(self) -> int: ...
     cdef public uintptr_t compute_address  # ggml's function
+    cdef public object bring_back  # called before tokens are used; None unless they are put aside
     cdef public object tally  # of unimem.accounting.published, which counts tokens
     cdef readonly ThreadCount threads
     cdef readonly uint64_t n_ids  # positions whose ids were noted; see `n_known`
     cdef readonly uint64_t n_talks  # conversations that have ended
     cdef readonly uint64_t logits_end  # the position after the token of the logits; 0 without
     cdef readonly int64_t compute_ns  # time within ggml's compute call so far
+    cdef readonly int64_t computed_ns  # when that ended last, of the monotonic clock
     cdef KVCache _kv
     cdef tuple _caches
     cdef int _n_parts
@@ -309,6 +314,7 @@ cdef class ForwardPass:
 
     def require_room(self, int64_t n) -> None:
         """Raise `CacheFull` unless n more tokens fit."""
+        self._check()
         self._require_room(n)
 
     cdef int _require_room(self, int64_t n) except -1:
@@ -329,6 +335,7 @@ cdef class ForwardPass:
         cdef int64_t token
         self._turn.enter()
         try:
+            self._check()
             asked = self._asked
             if (asked is None or asked[0] is not temperature or asked[1] is not top_k
                     or asked[2] is not top_p or asked[3] is not seed):
@@ -394,10 +401,11 @@ cdef class ForwardPass:
             self._turn.leave()
 
     cdef int64_t _choose(self) except -1:
-        cdef uint64_t end = self._position()
+        cdef uint64_t end
         cdef cnp.npy_intp best
         cdef float *logits
         self._check()
+        end = self._position()
         if (self.logits_end != end or self._lowest_end() != end
                 or um.um_kv_seq_len(self._parts[0].kv) == 0):
             raise RuntimeError("there are no logits to choose by: prefill tokens first")
@@ -524,6 +532,8 @@ cdef class ForwardPass:
             raise ClosedError("the Decoder is closed")
         if self._team.is_lost:
             ggml.require_threads(self.threads.most)
+        if self.bring_back is not None:
+            self.bring_back()
         return 0
 
     cdef bint _end(self, int status, int64_t n_tokens) except -1:
@@ -574,7 +584,8 @@ cdef class ForwardPass:
         status = (<Compute>self.compute_address)(g.graph, g.plan, n_threads, ends, &watch)
         if self._reading != NULL:
             self._reader.end()
-        ns = now_ns() - start
+        self.computed_ns = now_ns()
+        ns = self.computed_ns - start
         self.compute_ns += ns
         spent[0] = ns if self._reading == NULL else ns - self._reading.waited_ns
         return status

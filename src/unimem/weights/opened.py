@@ -162,11 +162,12 @@ class Weights(Contents):
                 yield ledger.Part(f"weights:{tensor.type}", tensor.address, n, n, n)
 
     def _opened(self) -> Loaded:
-        if self._loaded is not None:
-            self._loaded.lifetime.check()
-        if self._loaded is None or self.closed:
+        loaded = self._loaded  # another thread may reset it
+        if loaded is not None:
+            loaded.lifetime.check()
+        if loaded is None or self.closed:
             raise ClosedError(f"Weights '{self.files[0]}' are closed")
-        return self._loaded
+        return loaded
 
     def _check_open(self) -> None:
         self._opened()
