@@ -553,9 +553,9 @@ def nodes_bound(n_layers: int, experts: Experts | None = None, waves: int = 0) -
 
     A layer has 28, and four more for rotated heads, up to three for biases, and four each for norms
     of queries and keys, and behind attention and the network. The network of a mixture, whose
-    tokens use some `experts`, has two for each of these and 15 more, and up to seven that foresee the
-    next layer's; and in waves two, and 12 for each wave, or 15 if experts have biases. Those with biases
-    have no norms of queries and keys.
+    tokens use some `experts`, has two for each of these and 15 more, and up to seven that foresee
+    the next layer's; and in waves two, and 12 for each wave, or 15 if experts have biases. Those
+    with biases have no norms of queries and keys.
     """
     if experts is None:
         return 40 * n_layers + 16
