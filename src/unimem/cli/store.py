@@ -66,7 +66,7 @@ def store(
     action: Annotated[
         Literal["show", "drop", "verify", "pin", "unpin", "list", "import", "export"],
         typer.Argument(
-            metavar="show|drop|verify|pin|unpin|list|import|export",
+            metavar="ACTION",
             help="show: what is on the disk, by model. drop: remove conversations. verify: read "
             "and check every chunk. pin: keep conversations whatever room is needed. list: show "
             "llama.cpp's prefixes. import: put slot files into the store. export: write a prefix "
@@ -117,7 +117,7 @@ def store(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show, drop, check and pin the prefixes in a store, and exchange those of llama.cpp.
+    """Show, check, drop, pin and exchange stored prefixes.
 
     `unimem cache` has repacked models.
     """
