@@ -117,6 +117,7 @@ class Group:
     oldest: int = 0  # the first position that a ring held when it was adopted
     grows: bool = True
     scratch: Scratch = field(default_factory=Scratch)  # for converted copies
+    token: Any = None  # the shapes and dtype of a token that is stored as it is
     prompt: Prompt | None = None  # whose rows a ring keeps until they are put into a store
     expected: int = 0  # tokens that are about to come, for which a device makes room
 
@@ -287,6 +288,7 @@ class Group:
     def drop_rows(self) -> None:
         """Drop the tensors over all rows; the next token makes them again."""
         self.rows[:] = [None] * len(self.rows)
+        self.token = None
 
     def release_rows(self) -> None:
         """Drop the tensors over rows if they would keep memory from being given back."""
@@ -436,12 +438,16 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
         if torch.compiler.is_compiling():
             return self._append_compiled(key_states, value_states)
         group, n = self.group, key_states.shape[2]
-        wanted = dims_of(key_states, value_states)
-        if group.dims != wanted or value_states.shape[:3] != key_states.shape[:3]:
+        is_known = group.token == (key_states.shape, value_states.shape, key_states.dtype)
+        if not is_known and (
+            group.dims != dims_of(key_states, value_states)
+            or value_states.shape[:3] != key_states.shape[:3]
+        ):
             self.lazy_initialization(key_states, value_states)
         check_gradients(key_states)
         try:
-            shown = self._append(group.require(), key_states, value_states)
+            append = self._append_token if is_known else self._append
+            shown = append(group.require(), key_states, value_states)
         except CacheFull as error:
             if self.length + n > group.require().max_seq_len:
                 error.message += "; max_seq_len= makes room for more"
@@ -459,17 +465,37 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
             return self._append_converted(kv, key_states, value_states)
         if window is not None and window - 1 + n > kv.n_rows:
             return self._append_far(kv, key_states, value_states)
-        if n == 1 and _is_plain(key_states) and _is_plain(value_states, key_states.dtype):
-            row = kv._body._append_token(self.index, key_states.data_ptr(), value_states.data_ptr())
-            group.lengths[self.index] += 1
-            keys, values = self._rows_to(kv, row + 1)
-        else:
-            row = kv._body._append_begin(self.index, n)
-            keys, values = self._rows_to(kv, row + n)
-            keys.narrow(2, row, n).copy_(key_states)
-            values.narrow(2, row, n).copy_(value_states)
-            kv._body._append_end(self.index, n)
-            group.lengths[self.index] += n
+        if n == 1:
+            group.token = (key_states.shape, value_states.shape, key_states.dtype)
+            return self._append_token(kv, key_states, value_states)
+        return self._append_rows(kv, key_states, value_states)
+
+    def _append_token(
+        self, kv: KVCache, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> Tensors:
+        """Append a token in the cache's type."""
+        if not (_is_plain(key_states) and _is_plain(value_states, key_states.dtype)):
+            return self._append_rows(kv, key_states, value_states)
+        row = kv._body._append_token(self.index, key_states.data_ptr(), value_states.data_ptr())
+        self.group.lengths[self.index] += 1
+        return self._attended(kv, self._rows_to(kv, row + 1), row, 1)
+
+    def _append_rows(
+        self, kv: KVCache, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> Tensors:
+        """Append tokens that lie in any way."""
+        n = key_states.shape[2]
+        row = kv._body._append_begin(self.index, n)
+        keys, values = self._rows_to(kv, row + n)
+        keys.narrow(2, row, n).copy_(key_states)
+        values.narrow(2, row, n).copy_(value_states)
+        kv._body._append_end(self.index, n)
+        self.group.lengths[self.index] += n
+        return self._attended(kv, (keys, values), row, n)
+
+    def _attended(self, kv: KVCache, rows: Tensors, row: int, n: int) -> Tensors:
+        """Return what n tokens from a row on attend to."""
+        window, (keys, values) = self.group.window, rows
         first, end = 0, row + n
         if window is not None:
             first = end - min(self.length, window - 1 + n)
