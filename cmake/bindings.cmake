@@ -106,7 +106,7 @@ unimem_add_module(src/unimem/_core cyutility ${UNIMEM_UTILITY_C} unimem_utility)
 unimem_add_bindings(src/unimem/_core status dlpack arrays foreign region mapping block tape grid
   load guard hashing tmpfs pieces)
 unimem_add_bindings(src/unimem/base turns)
-unimem_add_bindings(src/unimem/kv types inputs states paged scratchpad rotate_heads)
+unimem_add_bindings(src/unimem/kv types inputs states paged scratchpad rotate_heads row_kernels)
 unimem_add_bindings(src/unimem/kv/cache rows storage one_kind layered cache device)
 unimem_add_bindings(src/unimem/weights header_bytes gguf safetensors)
 unimem_add_bindings(src/unimem/engine thread_count rotation_op pieces_op advice_op forward)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ import pytest
 
 import unimem as um
 from support.files.prefix_stores import MODEL, TOKENS, bytes_of, cache, opened
+from support.files.weight_bytes import MIB, open_folder, write
 from support.models.image_models import cache as images
 from support.models.image_models import expected_bytes, model, repacked_bytes
+from support.processes.forks import in_child
 from unimem.weights.repack.image_cache import ImageCache
 
-__all__ = ["images", "model"]  # fixtures
+__all__ = ["images", "model", "open_folder"]  # fixtures
 
 FAULTS = [
     *((fcntl, "flock", number) for number in (errno.ENOTSUP, errno.ENOLCK, errno.EBADF)),
@@ -132,3 +135,56 @@ def test_a_store_names_a_folder_without_locks(tmp_path: Path) -> None:
     failed = pytest.raises(OSError, match=match)
     with opened(tmp_path) as store, failing(fcntl, "flock", errno.ENOTSUP), failed:
         store.stat()
+
+
+def is_true_of(user: int, use: Callable[[], bool]) -> bool:
+    """Tell whether a call returns true in a process of a user."""
+
+    def become() -> bool:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+        ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: as if it had begun so
+        return use()
+
+    return in_child(become)
+
+
+ONE, OTHER = 65534, 65533
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
+@EACH
+def test_two_users_of_a_folder(open_folder: Path, module: Any, name: str, number: int) -> None:
+    """Each has a store of its own; what fails for one loses nothing of the other."""
+    open_folder.chmod(0o1777)
+    path = write(open_folder / "model.gguf", MIB)
+
+    def store(folder: str, *, puts: bool = True) -> bool:
+        with opened(open_folder / folder) as store, cache(45) as kv, cache() as out:
+            if puts:
+                store.put(kv, TOKENS, model=MODEL)
+            n = store.restore_into(out, TOKENS, model=MODEL)
+            return n == 40 and bytes_of(out, 40) == bytes_of(kv, 40)
+
+    def stage() -> bool:
+        with um.stage(path, backing="shm", pages="4k") as stage:
+            return Path(stage.path).read_bytes() == path.read_bytes()
+
+    def is_refused() -> bool:
+        with pytest.raises(PermissionError, match="another folder"):
+            store("one")
+        return True
+
+    def fails_alone() -> bool:
+        uses: tuple[Callable[[], bool], ...] = (lambda: store("one"), lambda: store("other"), stage)
+        for use in uses:
+            with failing(module, name, number), suppress(OSError):
+                use()
+        return True
+
+    assert is_true_of(ONE, lambda: store("one"))
+    assert is_true_of(OTHER, is_refused)
+    assert is_true_of(OTHER, fails_alone)
+    assert is_true_of(ONE, lambda: store("one", puts=False) and stage())
+    assert is_true_of(OTHER, lambda: store("other") and stage())

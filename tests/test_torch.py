@@ -357,6 +357,7 @@ def test_a_tensor_that_does_not_fit_changes_nothing(
                 r"'0.weight' of shape \(4, 3\), as .* 'weight', got \(4, 6\)",
             ),
             (torch.nn.LayerNorm(64), blocks, of_one, TypeError, "'one' in a type .*, got q8_0"),
+            (linear, weights, {"strict": "no"}, ValueError, "strict: expected False or True, got"),
         ]
         for net, given, options, error, said in cases:
             before = dict(net.named_parameters()) if isinstance(net, torch.nn.Module) else {}

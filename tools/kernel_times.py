@@ -3,9 +3,10 @@
 ``python tools/kernel_times.py`` multiplies matrices of 2048 x 5632 of each type, as they lie in a
 file and repacked, with one column (a token) and with 128, 256 and 512 (a batch). ``--attention``
 attends over caches whose rows lie token by token, and head by head. ``--experts`` multiplies with 8
-of 64 matrices of 1024 x 1536, and prints the time for one of the 8. All print Markdown, in CPU time
-of one thread, so that neighbours count little. ``UNIMEM_GGML_CPU=haswell`` takes the kernels
-of another CPU, if ggml was built for all.
+of 64 matrices of 1024 x 1536, and prints the time for one of the 8, the time of repacking it, and
+the uses by a token that pay for that. All print Markdown, in CPU time of one thread, so that
+neighbours count little. ``UNIMEM_GGML_CPU=haswell`` takes the kernels of another CPU, if ggml was
+built for all.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def product_times(
     size = order.nbytes if order else nbytes
     copies, each = max(1, MORE_THAN_CACHES // size), max(1, n_used)
     found = []
-    with um.Tape(copies * (size + 128) + (192 << 20)) as tape, ExitStack() as stack:
+    with um.Tape(nbytes + copies * (size + 128) + (192 << 20)) as tape, ExitStack() as stack:
         source = tape.take_bytes(nbytes)
         source[:] = RNG.integers(0, 32, nbytes, np.uint8)  # small, positive scales
         weights: list[tuple[int, ggml_orders.Buffer | None]] = []
@@ -124,18 +125,43 @@ def product_times(
     return found
 
 
+def repack_time(kind: int, order: ggml_orders.Order, ne: tuple[int, ...]) -> float:
+    """Return the seconds of repacking one of the matrices, which no cache of the CPU holds."""
+    nbytes, found = ggml.row_size(kind, ne[0]) * ne[1], []
+    with um.Tape(2 * (MORE_THAN_CACHES + nbytes)) as tape:
+        for _ in range(MORE_THAN_CACHES // nbytes):
+            source, place = tape.take_bytes(nbytes), tape.take_bytes(nbytes)
+            source[:] = RNG.integers(0, 32, nbytes, np.uint8)
+            place[:] = 0
+            address = place.ctypes.data
+            with ggml_orders.Buffer(order.buffer_type, address, nbytes) as buffer:
+                start = time.thread_time()
+                buffer.write(kind, ne[:2], source.ctypes.data, address)
+                found.append(time.thread_time() - start)
+    return median(found)
+
+
 def print_products(ne: tuple[int, ...] = WEIGHT, n_used: int = 0) -> None:
     """Print the table of matrix products, or of those with chosen experts."""
-    print("| type | order |" + "".join(f" {n} |" for n in COLUMNS))
-    print("|---|---|" + "--:|" * len(COLUMNS))
+    columns = [*map(str, COLUMNS), *(("repacking", "uses that pay") if n_used else ())]
+    print("| type | order | " + " | ".join(columns) + " |")
+    print("|---|---|" + "--:|" * len(columns))
     numbers = {name: number for number, name in ggml.MATMUL_TYPES.items()}
     for name in TYPES:
         kind = numbers[name]
         orders = [None, *(ggml_orders.order_of(t, kind, ne) for t in BUFFER_TYPES)]
+        as_filed = 0.0  # of a token
         for order in orders[:1] + [order for order in orders[1:] if order]:
             what = "as in the file" if order is None else order.buffer_type.name
             times = product_times(kind, order, ne, n_used)
-            print(f"| {name} | {what} |" + "".join(f" {1e6 * t:.0f} µs |" for t in times))
+            row = [f"{1e6 * t:.0f} µs" for t in times]
+            if order is None:
+                as_filed = times[0]
+                row += ["", ""] if n_used else []
+            elif n_used:
+                repacking, gain = repack_time(kind, order, ne), as_filed - times[0]
+                row += [f"{1e6 * repacking:.0f} µs", f"{repacking / gain:.1f}" if gain > 0 else "-"]
+            print(f"| {name} | {what} | " + " | ".join(row) + " |", flush=True)
 
 
 def attention_time(kind: int, n_rows: int, by_head: bool) -> float:

@@ -67,7 +67,9 @@ def measure(path: Path, n_threads: int, given: argparse.Namespace) -> list[str]:
                 else partial(process.prefill, prompt)
                 for name, process in processes.items()
             }
-            found = alternate(sides, rounds=rounds, warmup=1, cpus=cpus, pids=pids).figures
+            found = alternate(
+                sides, rounds=rounds, warmup=not given.prompt, cpus=cpus, pids=pids
+            ).figures
             load = str(processes[OURS].facts["load"])
             what = f"{phase} behind {behind}" if behind else phase
             what += f", {kv_dtype}" if behind or given.prompt else ""

@@ -51,13 +51,25 @@ TOOLS = {
     "xxhash": ("xxhash>=3.4",),
     "ml_dtypes": ("ml_dtypes>=0.5",),
 }
+# Brought as well, with what it imports; without it its tests and cases are skipped.
+TRANSFORMERS = "transformers>=5.23,<5.25"
+OPTIONAL = {
+    "transformers": tuple(
+        """
+        transformers annotated-doc annotated-types anyio click filelock fsspec h11 hf-xet httpcore2
+        httpx2 huggingface-hub idna markdown-it-py mdurl packaging pydantic pydantic-core pygments
+        pyyaml regex rich safetensors shellingham tokenizers tqdm truststore typer
+        typing-extensions typing-inspection
+        """.split()
+    ),
+}
 # pip takes a platform's name as it is written, and wheels have the oldest one that they run on.
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 26, 24, 17, 12, 5)]
 PLATFORMS += ["manylinux2014_x86_64"]
 
 # Seconds after which a step is ended, so that the others are run where one hangs. None should take
 # half of it, also where torch is imported and CuPy compiles for the first time.
-BUILD_S, GPU_S, BENCH_S, HOST_S = 200, 200, 130, 120
+BUILD_S, GPU_S, BENCH_S, HOST_S = 200, 200, 160, 120
 ENDING_S = 15  # what the benchmark has to end in order
 # All end before this.
 END = time.monotonic() + 475
@@ -132,8 +144,9 @@ def prepare() -> dict[str, str] | None:
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
     install += ["--disable-pip-version-check", "--target", str(SITE)]
     absent = [module for module in (*GIVEN, *TOOLS) if is_missing(module)]
-    if absent and WHEELS.is_dir() and not set(absent) & set(GIVEN):
-        wanted = [name for module in absent for name in TOOLS[module]]
+    optional = [module for module in OPTIONAL if is_missing(module)] if WHEELS.is_dir() else []
+    if (absent or optional) and WHEELS.is_dir() and not set(absent) & set(GIVEN):
+        wanted = [name for module in (*absent, *optional) for name in (TOOLS | OPTIONAL)[module]]
         command = [*install, "--find-links", str(WHEELS), *dict.fromkeys(wanted)]
         if step("Tools from build/gpu-wheels", command, environment, BUILD_S):
             return None
@@ -243,12 +256,14 @@ def write_page() -> int:
 def download(version: str) -> int:
     """Fetch all wheels that a machine with this version of Python may lack."""
     platforms = [f"--platform={name}" for name in PLATFORMS]
-    wanted = dict.fromkeys(name for names in TOOLS.values() for name in names)
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    tools = dict.fromkeys(name for names in TOOLS.values() for name in names)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", f"--dest={WHEELS}"]
     command += ["--only-binary=:all:", f"--python-version={version}", "--implementation=cp"]
-    return subprocess.run(
-        [*command, *platforms, f"--dest={WHEELS}", *wanted], cwd=ROOT, check=False
-    ).returncode
+    command += platforms
+    # One resolves what belongs together; tools are few and need nothing else.
+    each = (["--no-deps", *tools], [TRANSFORMERS])
+    runs = [subprocess.run([*command, *names], cwd=ROOT, check=False) for names in each]
+    return max(run.returncode for run in runs)
 
 
 if __name__ == "__main__":

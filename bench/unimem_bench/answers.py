@@ -38,14 +38,20 @@ QUESTIONS = (
 )
 
 
-def answers(record: Record) -> Table:
-    """Tabulate the ten questions: question, answer, case, and whether the target was met."""
+def answers(record: Record, run: str | None = None) -> Table:
+    """Tabulate the ten questions: question, answer, case, and whether the target was met.
+
+    If suites are of a later `run`, its questions are apart: two machines share no table.
+    """
+    runs = {suite.name: suite.run for suite in record.suites}
     found = {
         (f"{each.case.suite}/{each.case.name}", each.target.other): each
         for each in stats.verdicts(record)
     }
     rows = []
     for question in QUESTIONS:
+        if runs.get(question.case.partition("/")[0]) != run:
+            continue
         verdict = found.get((question.case, question.other))
         if verdict is None or verdict.measured is None:
             rows.append(TableRow((question.text, "", question.case, "not measured"), "missing"))

@@ -39,9 +39,8 @@ class Pair(NamedTuple):
 
     @property
     def agrees(self) -> bool:
-        """Whether each lies in the other's interval."""
-        a, b = self.a, self.b
-        return b.low <= a.value <= b.high and a.low <= b.value <= a.high
+        """Whether the second run landed in the interval of the first."""
+        return self.a.low <= self.b.value <= self.a.high
 
     @property
     def distance(self) -> float:
@@ -195,4 +194,4 @@ def summary(differences: Differences) -> str:
     agreeing = sum(pair.agrees for pair in differences.pairs)
     if not n:
         return "The two have no ratio in common"
-    return f"{agreeing} of {n} ratios ({differences.share:.0%}) are within each other's intervals"
+    return f"{agreeing} of {n} ratios of B ({differences.share:.0%}) are in the intervals of A"

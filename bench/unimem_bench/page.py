@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,7 +84,10 @@ def render(record: Record, pictures: Mapping[str, str], folder: str) -> str:
 
 
 def _lines(record: Record, pictures: Mapping[str, str], folder: str) -> Iterator[str]:
-    yield from [_HEAD, "", "## Ten questions", "", *table_lines(answers(record)), "", _DETAILS]
+    yield from [_HEAD, "", "## Ten questions", ""]
+    for run in _runs(record):
+        yield from [*_of_run(run), *table_lines(answers(record, run)), ""]
+    yield _DETAILS
     yield from ["", "## Targets by suite", ""]
     yield from [f"**{targets(record).summary}.**", "", *table_lines(suite_targets(record))]
     yield from ["", "## The machine", "", "| | |", "|---|---|"]
@@ -101,7 +104,19 @@ def _lines(record: Record, pictures: Mapping[str, str], folder: str) -> Iterator
             yield f"![{escape(pictures[suite.name])}](<{folder}/{suite.name}.svg>)"
             yield ""
         yield from _suite_lines(suite)
-    yield from ["", "## All targets", "", *target_lines(record)]
+    yield from ["", "## All targets"]
+    for run in _runs(record):
+        suites = [suite for suite in record.suites if suite.run == run]
+        yield from ["", *_of_run(run), *target_lines(replace(record, suites=suites))]
+
+
+def _runs(record: Record) -> Iterable[str | None]:
+    """List the runs of a record, the first one first: rows of two machines share no table."""
+    return dict.fromkeys([None, *(suite.run for suite in record.suites)])
+
+
+def _of_run(run: str | None) -> list[str]:
+    return [f"Of the later run ({run}):", ""] if run is not None else []
 
 
 def _suite_lines(suite: SuiteRecord) -> Iterator[str]:

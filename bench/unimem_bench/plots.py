@@ -59,7 +59,8 @@ _STYLE = {
 
 # Inches. GitHub shows a page 830 pixels wide, which is a sheet at its natural size.
 _WIDTH = 8.6
-_HEAD = 0.6  # title and legend of a sheet
+_HEAD = 0.6  # a title of one line and legend of a sheet
+_TITLE_LINE = 0.18
 _ROW, _LINE = 0.1, 0.15  # of a bar without its name, and of a line of text
 _LINES = 1.8  # the height of axes with lines
 _X_AXIS = 0.6  # ticks and label below axes, and a gap
@@ -147,20 +148,24 @@ def _sides(case: CaseRecord) -> list[SideRecord]:
     return [side for side in case.sides if stats.figures(side)]
 
 
-def _wrap(text: str, width: int, most: int = 1) -> str:
-    """Break a text into lines of `width` characters, at most `most` of them."""
+def _wrap(text: str, width: int, most: int | None = 1) -> str:
+    """Break a text into lines of `width` characters, at most `most` of them if that is given."""
     return textwrap.fill(text, width, max_lines=most, placeholder="…")
 
 
 def _figure(title: str, key: Sequence[Patch | Line2D], height: float) -> Figure:
     """Make a figure with a title and a legend above `height` inches."""
-    height += _HEAD
-    engine = ConstrainedLayoutEngine(rect=(0, 0, 1, 1 - _HEAD / height), hspace=0, wspace=0)
+    text = _wrap(title, 85, None)
+    more = text.count("\n") * _TITLE_LINE
+    head = _HEAD + more
+    height += head
+    engine = ConstrainedLayoutEngine(rect=(0, 0, 1, 1 - head / height), hspace=0, wspace=0)
     figure = Figure(figsize=(_WIDTH, height), layout=engine)
     left = 0.1 / _WIDTH
-    figure.text(left, 1 - 0.1 / height, _wrap(title, 85), va="top", weight="bold", size=11)
+    figure.text(left, 1 - 0.1 / height, text, va="top", weight="bold", size=11)
     figure.legend(
-        handles=list(key), loc="upper left", bbox_to_anchor=(left, 1 - 0.33 / height), ncols=6,
+        handles=list(key), loc="upper left", ncols=6,
+        bbox_to_anchor=(left, 1 - (0.33 + more) / height),
         borderpad=0, borderaxespad=0, columnspacing=1.5, handletextpad=0.6,
     )  # fmt: skip
     return figure
@@ -172,7 +177,7 @@ def _sheet(title: str, cases: Sequence[CaseRecord], name: Callable[[CaseRecord],
     columns: list[list[tuple[CaseRecord, str, dict[str, str]]]] = [[] for _ in cases[:2]]
     heights: list[list[float]] = [[] for _ in columns]
     for case in cases:
-        text, labels = _wrap(f"{name(case)}: {case.question}", width, 3), _labels(case, width)
+        text, labels = _wrap(f"{name(case)}: {case.question}", width, None), _labels(case, width)
         n_lines = sum(each.count("\n") + 1 for each in labels.values())
         axes = _LINES if stats.sizes(case) else len(labels) * _ROW
         shorter = min(range(len(columns)), key=lambda i: sum(heights[i]))

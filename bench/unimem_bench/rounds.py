@@ -11,6 +11,7 @@ paired.
 from __future__ import annotations
 
 import gc
+import math
 import os
 import time
 from collections import Counter
@@ -32,6 +33,7 @@ OTHERS_SHARE = 0.05
 OTHERS_TICKS = 3
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 MOST_TRIES = 2  # times as many rounds as wanted
+FEWEST = 3  # rounds, also where time is up
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +52,15 @@ def alternate(
     warmup: int,
     cpus: Sequence[int],
     pids: Sequence[int] = (),
+    until: float = math.inf,
 ) -> Rounds[Key]:
     """Measure sides in rounds; every side runs once in each.
 
     Each call of a side is one measurement, and returns its figure. After `warmup` rounds, up to
     twice `rounds` are run, until `rounds` of them were undisturbed; otherwise the least disturbed
     are kept. A round is disturbed by CPU time that other processes take on `cpus`; `pids` are
-    processes that work for the sides, beside this one and its children.
+    processes that work for the sides, beside this one and its children. After `until`, by
+    `time.monotonic`, no round begins once there are three.
     """
     order = list(sides)
     for _ in range(warmup):
@@ -69,6 +73,8 @@ def alternate(
         kept.append((before.taken_since(Uses.now(cpus, pids)), index, figures))
         order.append(order.pop(0))
         if sum(taken == 0 for taken, _, _ in kept) == rounds:
+            break
+        if len(kept) >= min(rounds, FEWEST) and time.monotonic() > until:
             break
     n_run = len(kept)
     kept = sorted(sorted(kept)[:rounds], key=lambda each: each[1])

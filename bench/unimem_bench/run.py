@@ -7,11 +7,13 @@ and slow changes of the machine show in their spread.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -26,6 +28,7 @@ from unimem_bench import llama_build
 from unimem_bench.record import CaseRecord, Record, SideRecord, SuiteRecord, case_from_dict
 from unimem_bench.suite import Case, Suite
 from unimem_bench.suites import load_suite
+from unimem_bench.worker import TIME_IS_UP
 
 # Packages that are measured, or take part in it.
 _PACKAGES = tuple(
@@ -35,6 +38,11 @@ _PACKAGES = tuple(
 """.split()
 )
 _END_S = 10.0  # that a child has to end in order when interrupted
+# A quick run of all suites. Each pass has a share of the seconds that are left; what it does not
+# take is for the others. Rounds end with the share, and everything else long after it.
+QUICK_S, MOST_QUICK_S = 112.0, 185.0
+_LEAST_S = 2.0  # of a share
+_WITH_MODELS = "snapshot load decode context stream store transformers".split()  # three shares
 
 
 class Interrupted(KeyboardInterrupt):
@@ -51,6 +59,11 @@ class Pass(NamedTuple):
     suite: Suite
     number: int
     n: int
+
+    @property
+    def shares(self) -> int:
+        """The shares of a bounded run that it has: writing a model takes time."""
+        return 3 if self.suite.name in _WITH_MODELS else 1
 
     def __str__(self) -> str:
         return self.suite.name + (f", pass {self.number} of {self.n}" if self.n > 1 else "")
@@ -70,10 +83,10 @@ def schedule(suites: Sequence[str], *, quick: bool, case: str = "") -> list[Pass
             "shows all cases"
         )
     return [
-        Pass(suite, number, counts[suite.name])
+        Pass(suite, number, n)
         for number in range(1, max(counts.values()) + 1)
         for suite in chosen
-        if number <= counts.get(suite.name, 0)
+        if number <= (n := counts.get(suite.name, 0))
     ]
 
 
@@ -83,14 +96,15 @@ def run(
     quick: bool,
     folder: Path,
     case: str = "",
+    bounded: bool = False,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Record:
     """Measure suites, named as in `unimem_bench.suites.NAMES`.
 
     `quick` takes smaller sizes and fewer rounds. `folder` is for files, which later runs use again.
     Only cases with `case` in ``suite/name`` are measured; the record has all of them, even if
-    nothing was measured. `progress` receives a line before each pass. ValueError if no case is
-    chosen; Interrupted has the record so far.
+    nothing was measured. If `bounded`, it takes about `QUICK_S`. `progress` receives a line
+    before each pass. ValueError if no case is chosen; Interrupted has the record so far.
     """
     passes = schedule(suites, quick=quick, case=case)
     chosen = [each.suite for each in passes if each.number == 1]
@@ -105,9 +119,10 @@ def run(
         return Record(when, quick, time.monotonic() - start, machine, versions(), suites)
 
     try:
-        for each in passes:
+        for i, each in enumerate(passes):
             progress(str(each))
-            results[each.suite.name].add_pass(quick=quick, folder=folder, case=case)
+            limits = _limits(passes[i:], start) if bounded else None
+            results[each.suite.name].add_pass(quick=quick, folder=folder, case=case, limits=limits)
     except KeyboardInterrupt:
         raise Interrupted(record()) from None
     return record()
@@ -123,16 +138,25 @@ class _Result:
         self._n_passes = 0
         self._seconds = 0.0
 
-    def add_pass(self, *, quick: bool, folder: Path, case: str) -> None:
-        """Start a process, and read what it prints."""
+    def add_pass(
+        self, *, quick: bool, folder: Path, case: str, limits: tuple[float, float] | None
+    ) -> None:
+        """Start a process, and read what it prints; end it at the second of the limits."""
         # -P: nothing is imported from the current folder.
         command = [sys.executable, "-P", "-m", "unimem_bench.worker", self._suite.name]
         command += ["--dir", str(folder), "--case", case, *(["--quick"] if quick else [])]
         start = time.monotonic()
         missing = set(self._cases)
+        time_is_up = threading.Event()
+        until, most = limits or (math.inf, math.inf)
+        if limits is not None:
+            command += ["--until", f"{until:.3f}"]
         # In a group of its own, or Ctrl-C at a terminal would interrupt it twice.
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as child:
+            timer = threading.Timer(max(0, most - start), _stop, [child, time_is_up])
             try:
+                if limits is not None:
+                    timer.start()
                 assert child.stdout is not None
                 self._conditions.append(json.loads(child.stdout.readline() or "{}"))
                 for line in child.stdout:
@@ -142,9 +166,13 @@ class _Result:
             except BaseException:
                 _end(child)
                 raise
+            finally:
+                timer.cancel()
         for name in missing:
             reason = f"the process that measured it ended with status {child.returncode}"
-            self._merge(replace(self._cases[name], sides=[], failed=reason, is_error=True))
+            reason = TIME_IS_UP if time_is_up.is_set() else reason
+            is_error = reason != TIME_IS_UP
+            self._merge(replace(self._cases[name], sides=[], failed=reason, is_error=is_error))
         self._n_passes += 1
         self._seconds += time.monotonic() - start
 
@@ -153,7 +181,20 @@ class _Result:
 
     def record(self) -> SuiteRecord:
         about, took = (self._suite.name, self._suite.question), (self._n_passes, self._seconds)
-        return SuiteRecord(*about, *took, list(self._cases.values()), self._conditions)
+        return SuiteRecord(*about, *took, [*map(_settled, self._cases.values())], self._conditions)
+
+
+def _limits(passes: Sequence[Pass], start: float) -> tuple[float, float]:
+    """Return until when the first of the passes that are left has time, and when it is ended."""
+    now = time.monotonic()
+    left = (start + QUICK_S - now) * passes[0].shares / sum(each.shares for each in passes)
+    share = max(_LEAST_S, left)
+    return now + share, min(now + 2 * share + _LEAST_S, max(now, start + MOST_QUICK_S))
+
+
+def _settled(case: CaseRecord) -> CaseRecord:
+    """Return a case that is whole if some of its passes had the time to measure it."""
+    return replace(case, failed=None) if case.failed == TIME_IS_UP and case.sides else case
 
 
 def merge(before: CaseRecord, new: CaseRecord, n_before: int) -> CaseRecord:
@@ -175,6 +216,11 @@ def merge(before: CaseRecord, new: CaseRecord, n_before: int) -> CaseRecord:
         failed=before.failed or new.failed,
         is_error=before.is_error or new.is_error,
     )
+
+
+def _stop(child: subprocess.Popen[str], time_is_up: threading.Event) -> None:
+    time_is_up.set()
+    _end(child)
 
 
 def _end(child: subprocess.Popen[str]) -> None:

@@ -105,6 +105,12 @@ def sizes(case: CaseRecord) -> list[float]:
     return sorted({side.at for side in case.sides if side.at is not None and figures(side)})
 
 
+def is_noisy(case: CaseRecord) -> bool:
+    """Say whether most rounds of a case were disturbed, and no quieter ones were found in time."""
+    n = sum(len(figures(side)) for at in (None, *sizes(case)) if (side := subject(case, at)))
+    return 2 * case.rounds_disturbed > n
+
+
 def ratio(
     case: CaseRecord, side: SideRecord, other: SideRecord, kind: Literal["speed", "cost"] = "speed"
 ) -> Ratio:

@@ -20,6 +20,7 @@ each case, which is one question::
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -76,13 +77,23 @@ class Measure:
 
     `quick` asks for smaller sizes (fewer rounds are taken automatically). `cpus` are those that
     this process is pinned to. `folder` has the files that all passes share; a case makes missing
-    ones. `builds` says whether it may build what it compares with, which takes minutes.
+    ones. `builds` says whether it may build what it compares with, which takes minutes. No round
+    begins after `until`, by `time.monotonic`, but for the fewest that say something.
     """
 
-    def __init__(self, case: Case, *, quick: bool, folder: Path, builds: bool = False) -> None:
+    def __init__(
+        self,
+        case: Case,
+        *,
+        quick: bool,
+        folder: Path,
+        builds: bool = False,
+        until: float = math.inf,
+    ) -> None:
         self.quick = quick
         self.builds = builds
         self.folder = folder
+        self.until = until
         self.cpus: list[int] = []
         self._case = case
         self._record = case.empty()
@@ -164,7 +175,9 @@ class Measure:
         if self.quick:
             rounds = max(3, rounds // 3) if quick_rounds is None else quick_rounds
             warmup = min(warmup, 1)
-        measured = alternate(sides, rounds=rounds, warmup=warmup, cpus=self.cpus, pids=pids)
+        measured = alternate(
+            sides, rounds=rounds, warmup=warmup, cpus=self.cpus, pids=pids, until=self.until
+        )
         for (name, at), figures in measured.figures.items():
             # No clock has more digits, and records are a third as long.
             kept = [float(f"{figure:.7g}") for figure in figures]

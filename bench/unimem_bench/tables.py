@@ -167,7 +167,8 @@ def _rounds(case: CaseRecord) -> str:
     side = ours or next(filter(stats.figures, case.sides))
     n_passes = sum(map(bool, side.passes))
     n_rounds = len(stats.figures(side))
-    text = f"{format_count(n_rounds, 'round')} in {format_count(n_passes, 'pass', 'es')}"
+    text = "noisy: " if stats.is_noisy(case) else ""
+    text += f"{format_count(n_rounds, 'round')} in {format_count(n_passes, 'pass', 'es')}"
     text += f" ({case.rounds_disturbed} of them disturbed)" if case.rounds_disturbed else ""
     text += f", {case.rounds_dropped} more dropped" if case.rounds_dropped else ""
     if case.rounds_dropped or case.rounds_disturbed:

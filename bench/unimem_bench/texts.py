@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from unimem_bench.record import BEST, CaseRecord, Target
-from unimem_bench.stats import Growth, Ratio, Spread, Verdict
+from unimem_bench.stats import Growth, Ratio, Spread, Verdict, is_noisy
 from unimem_bench.suite import OURS
 
 # Scales of units, from the smallest; a figure is written in the one that suits it.
@@ -216,7 +216,8 @@ def outcome(verdict: Verdict) -> str:
     if verdict.met is None:
         return "not measured"
     text = "met" if verdict.met else "missed"
-    return text if verdict.certain else f"{text}, within noise"
+    text = text if verdict.certain else f"{text}, within noise"
+    return f"{text}, noisy" if is_noisy(verdict.case) else text
 
 
 def fact(value: Any) -> str:

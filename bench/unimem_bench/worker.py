@@ -10,9 +10,11 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +27,7 @@ from unimem_bench.suites import NAMES, load_suite
 # What pyperf knows of the moment and `unimem.doctor` does not.
 _CONDITIONS = ("aslr", "cpu_config", "cpu_freq", "cpu_temp", "load_avg_1min", "runnable_threads")
 
+TIME_IS_UP = "the time of its suite was up in a quick run of all; alone, the suite takes more"
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
@@ -35,23 +38,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--case", default="", metavar="TEXT", help="cases whose name has it")
     parser.add_argument("--dir", type=Path, required=True, help="for files that all passes use")
+    parser.add_argument("--until", type=float, default=math.inf, help="when the time is up")
     options = parser.parse_args(arguments)
     # The output of a library in C would mix with the records.
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as out:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         out.write(json.dumps(conditions()) + "\n")
         out.flush()
-        for case in load_suite(options.suite).chosen(quick=options.quick, case=options.case):
-            record = measure(case, quick=options.quick, folder=options.dir)
+        cases = load_suite(options.suite).chosen(quick=options.quick, case=options.case)
+        for i, case in enumerate(cases):
+            until = share_end(options.until, len(cases) - i)
+            late = (
+                i > 0 and time.monotonic() > until
+            )  # the first is measured also on a slow machine
+            record = measure(case, quick=options.quick, folder=options.dir, until=until, late=late)
             out.write(json.dumps(asdict(record)) + "\n")
             out.flush()
     return 0
 
 
-def measure(case: Case, *, quick: bool, folder: Path) -> CaseRecord:
-    """Run a case pinned to one CPU; return its record, with the reason if it is incomplete."""
-    given = Measure(case, quick=quick, folder=folder, builds=True)
+def share_end(until: float, n: int) -> float:
+    """Return when the first of `n` cases has had its share of the time until then."""
+    now = time.monotonic()
+    return now + (until - now) / n
+
+
+def measure(
+    case: Case, *, quick: bool, folder: Path, until: float = math.inf, late: bool = False
+) -> CaseRecord:
+    """Run a case pinned to one CPU; return its record, with the reason if it is incomplete.
+
+    Where time is limited, nothing is built; a case that is too `late` does not begin.
+    """
+    given = Measure(case, quick=quick, folder=folder, builds=until == math.inf, until=until)
     try:
+        if late:
+            raise NotMeasured(TIME_IS_UP)
         given.pin(1)
         case.run(given)
     except NotMeasured as reason:

@@ -29,9 +29,9 @@ from unimem.weights.residency import drop_files
 
 __all__ = ["GivesBack", "Governor", "GovernorEvent"]
 
-# Default priorities: of slots of streamed weights, prefix caches, memory without tokens, and the
-# page cache of files.
-_SLOTS, _PREFIXES, _SPARE, _FILES = 5, 10, 20, 30
+# Default priorities: of slots of streamed weights, prefix caches, memory without tokens, the page
+# cache of files, and idle conversations.
+_SLOTS, _PREFIXES, _SPARE, _FILES, _IDLE = 5, 10, 20, 30, 40
 # Limits are read this often, since a changed limit is not announced.
 _LOOK_SECONDS = 0.5
 # The first and the longest wait after a look that found nothing to give back: the kernel may
@@ -179,11 +179,11 @@ class Governor:
             A paged cache gives unused blocks and the prefixes in them; another cache gives memory
             without tokens; streamed weights, also those of a decoder, give a quarter of their slots
             beyond the least; weights that were read, and a stage, give the page cache of their
-            files.
+            files. A decoder with a store puts its conversation aside if it had no token for 10 s.
             ``give_back()`` returns bytes, and is called by the governor's thread.
         priority : int, optional
             Lower goes first. By default 5 for streamed weights, 10 for a paged cache, 20 for memory
-            without tokens and for other objects, 30 for files.
+            without tokens and for other objects, 30 for files, 40 for an idle conversation.
 
         Returns
         -------
@@ -499,6 +499,10 @@ def _steps_of(what: object) -> Iterator[tuple[str, int, Callable[[], int]]]:
     weights = getattr(what, "weights", None)  # of a decoder
     if isinstance(weights, Weights) and weights.stream is not None:
         yield _step_of(weights)
+    put_aside = getattr(what, "_put_aside_if_idle", None)
+    if put_aside is not None and getattr(what, "_store", None) is not None:
+        assert isinstance(weights, Weights)
+        yield f"idle conversation of {weights.files[0]}", _IDLE, put_aside
 
 
 def _step_of(what: object) -> tuple[str, int, Callable[[], int]]:

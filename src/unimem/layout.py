@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, Self, TypeVar, Unpack
 
 from unimem._core.block import Block
 from unimem._core.tape import Bump, Tape
@@ -263,6 +263,12 @@ class Lifetimes(Generic[TapeT]):
             self.weights.__exit__(*exc_info)
         self._closed = True
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Layout cannot be pickled: it is memory of this process. Pickle its sizes, and make "
+            "it anew"
+        )
+
     def __repr__(self) -> str:
         return "Layout(closed)" if self.closed else f"Layout({self.stat()})"
 
@@ -444,7 +450,7 @@ class Layout(Lifetimes[Tape]):
             needed = plan(weights, load=load, **options)
         else:
             remote = is_url(path_or_weights)
-            load = way_of(path_or_weights, load)
+            load = way_of(path_or_weights, load, weights_budget)
             before = plan(path_or_weights, load=load, weights_budget=weights_budget, **options)
             before.require_fits(strict=strict)
             if before.load == "stream":

@@ -16,7 +16,7 @@ import numpy as np
 
 from unimem._core.block import Block
 from unimem._core.dlpack import exported
-from unimem.base.arguments import one_of
+from unimem.base.arguments import flag, one_of
 from unimem.base.install_hint import install_hint
 from unimem.errors import ClosedError
 from unimem.weights.files import version_of
@@ -202,6 +202,7 @@ def load_state_dict(
         The weights were closed.
     """
     torch = _torch()
+    flag(strict, "strict")
     if writable is not None:
         one_of(writable, "writable", ("copy",))
     if not isinstance(module, torch.nn.Module):

@@ -52,6 +52,13 @@ def test_cells_are_aligned_and_apart(device: Device, grid: Any) -> None:
         assert (device.seen(cell.as_array()) == n).all()
 
 
+def test_the_size_of_a_cell_may_be_text(device: Device) -> None:
+    with device.package.Grid("1K", 2) as grid:
+        assert (grid.cell_bytes, grid.take().nbytes) == (1024, 1024)
+    with pytest.raises(ValueError, match="cell_bytes: "):
+        device.package.Grid("1 cell", 2)
+
+
 def test_a_full_grid_names_the_figures(grid: Any) -> None:
     cells = [grid.take() for _ in range(4)]
     with pytest.raises(um.GridFull, match=r"'g'.*cells") as caught:

@@ -232,6 +232,10 @@ def test_gpu_memory_has_its_own_rows_and_total(cuda: Any) -> None:
         for name in ("kv", "total"):
             assert any(line.startswith(f"{name} on cuda:0 ") for line in lines)
         assert check_json(report)["device_bytes"] == report.device_bytes
+        own, used = report.device_bytes["cuda:0"], 3 << 20
+        figures = {"own_bytes": own, "used_bytes": used, "total_bytes": 1 << 30}
+        assert report.facts["devices"] == [{"name": "cuda:0", "budget_bytes": None} | figures]
+        assert any(line.startswith("cuda:0 ") and "by all programs" in line for line in lines)
     row = row_of(um.report(), "kv", "cuda:0")
     assert row.nbytes == 0
     assert (row.high_water_bytes or 0) >= 3 << 20

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +45,7 @@ CALLS: dict[str, Callable[[Driver], Any]] = {
     "new_event": lambda d: d.new_event(),
     "synchronize": lambda d: d.synchronize(0),
     "copy": lambda d: d.copy(256, 512, 8, 0),
+    "copy_rows": lambda d: d.copy_rows(256, 8, 512, 8, (2, 8), 0),
     "fill": lambda d: d.fill(256, 0, 8, 0),
     "module": lambda d: d.module('extern "C" __global__ void f() {}', ["f"]),
 }
@@ -186,14 +187,50 @@ def test_threads_get_one_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({id(driver) for driver in found}) == 1
 
 
-def test_launches_remember_no_streams() -> None:
+def test_kernels_are_launched_on_any_stream() -> None:
     launched = []
-    launch = Unasked()._launcher(lambda *what, stream: launched.append((*what, stream.ptr)))
-    gc.collect()
-    for stream in (*range(1000), 5, 5, 0):
-        launch((1,), (2,), (3,), stream)
-    assert launched == [((1,), (2,), (3,), stream) for stream in (*range(1000), 5, 5, 0)]
-    assert sum(type(thing) is cuda_driver._StreamAt for thing in gc.get_objects()) == 1
+
+    class Function:
+        ptr = 33
+
+        def __call__(self, *what: Any, stream: Any) -> None:
+            launched.append((*what, stream.ptr))
+
+    kernel = cuda_driver._Kernel(Function())
+    assert kernel.handle == 33
+    for stream in (7, 5, 0):
+        kernel((1,), (2,), (3,), stream)
+    assert launched == [((1,), (2,), (3,), stream) for stream in (7, 5, 0)]
+
+
+class DeviceError(RuntimeError):
+    """An error of CUDA."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"error {status}")
+        self.status = status
+
+
+@pytest.mark.parametrize("use", ["allocate", "module"])
+def test_a_device_that_is_full_says_so_with_figures(
+    monkeypatch: pytest.MonkeyPatch, use: str
+) -> None:
+    driver, status = Unasked(), 2
+
+    def refuse(*_: object) -> None:
+        raise DeviceError(status)
+
+    namespace = SimpleNamespace(Memory=refuse, compiler=SimpleNamespace(compile_using_nvrtc=refuse))
+    monkeypatch.setattr(driver, "_cupy", SimpleNamespace(cuda=namespace))
+    monkeypatch.setattr(driver, "mem_info", lambda: (1 << 20, 1 << 30))
+    call = (
+        partial(driver.allocate, 96) if use == "allocate" else partial(driver.module, "x" * 96, [])
+    )
+    with pytest.raises(um.CapacityError, match=r"asked for 96 B, but 1\.0 MiB of 1\.0 GiB"):
+        call()
+    status = 700
+    with pytest.raises(DeviceError, match="error 700"):
+        call()
 
 
 def test_memory_that_is_not_registered_is_left_as_it_is() -> None:

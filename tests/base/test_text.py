@@ -14,8 +14,8 @@ from unimem.base.text import (
     format_ranges,
     item_lines,
     shorten,
-    table_lines,
     text_width,
+    wide_lines,
     wrap,
 )
 
@@ -80,7 +80,8 @@ def test_fact_names_have_room() -> None:
     assert list(lines) == ["cpu_features  avx2", "threads       2"]
 
 
-def test_an_uncut_table_stays_whole() -> None:
+def test_a_wide_table_stays_whole() -> None:
     name = "a/name/" * 20
-    lines = table_lines(Surface(40), ("name", "n"), [(name, "1")], cuts=False)
-    assert list(lines) == [f"name{' ' * (len(name) - 4)}  n", f"{name}  1"]
+    lines = wide_lines(Surface(40), ("name", "n"), [(name, "1"), ("漢", "12")])
+    shown = [("name", 4, " n"), (name, len(name), " 1"), ("漢", 2, "12")]
+    assert list(lines) == [f"{text}{' ' * (len(name) - n)}  {end}" for text, n, end in shown]

@@ -51,6 +51,11 @@ def test_issues_5_and_47_ask_for_these() -> None:
         ("step, torch", "unimem", "torch index_copy_"): 0.6,
         ("step, torch", "unimem", "torch cat"): 0.6,
         ("step, torch, captured", "unimem", "torch index_copy_"): 0.5,
+        **{
+            (f"generate, {n} tokens", "unimem", peer): 1.0
+            for n in (2048, 8192)
+            for peer in ("DynamicCache", "StaticCache")
+        },
     }
 
 

@@ -50,6 +50,17 @@ def test_disturbed_rounds_are_dropped(
     assert measured == rounds.Rounds({"a": kept}, dropped, disturbed)
 
 
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize(("rounds_", "until", "n"), [(9, -1.0, 3), (2, -1.0, 2), (9, 1e9, 9)])
+def test_no_round_begins_when_time_is_up_but_for_the_fewest(
+    rounds_: int, until: float, n: int
+) -> None:
+    measured = alternate(
+        {"a": lambda: 1.0}, rounds=rounds_, warmup=0, cpus=[0], until=time.monotonic() + until
+    )
+    assert measured.figures == {"a": [1.0] * n}
+
+
 def test_another_process_on_our_cpu_is_found() -> None:
     """With real clocks of a real kernel: a thread that waits for its CPU is noticed."""
     cpu = sorted(os.sched_getaffinity(0))[-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from unimem_bench.record import CaseRecord, Record, SideRecord, SuiteRecord
 from unimem_bench.run import Interrupted, merge, run
 from unimem_bench.suite import Measure, NotMeasured, Suite, faster
 from unimem_bench.tables import machine_facts
-from unimem_bench.worker import measure
+from unimem_bench.worker import TIME_IS_UP, measure, share_end
 
 Patch = pytest.MonkeyPatch
 FASTER = faster("b", 2, issue=2)
@@ -94,6 +95,53 @@ def test_a_process_that_dies_is_an_error_of_its_cases(answer: Answer, tmp_path: 
     assert (one.failed, one.is_error) == (None, False)
     died = "the process that measured it ended with status 7"
     assert (two.failed, two.is_error) == (died, True)
+
+
+def test_a_pass_ends_long_after_its_time_and_that_is_no_error(
+    answer: Answer, monkeypatch: Patch, tmp_path: Path
+) -> None:
+    seen = answer(record("one", 1.0), after="while :; do sleep 0.01; done")
+    monkeypatch.setattr(runs, "MOST_QUICK_S", 0.5)
+    (one,) = run(["invented"], quick=True, bounded=True, folder=tmp_path).cases()
+    assert float(seen.read_text().split()[-1]) > time.monotonic() - 100
+    assert (one.failed, one.is_error) == (None, False)
+    answer(after="while :; do sleep 0.01; done")
+    (one,) = run(["invented"], quick=True, bounded=True, folder=tmp_path).cases()
+    assert (one.failed, one.is_error) == (TIME_IS_UP, False)
+
+
+def test_passes_share_the_seconds_that_are_left(monkeypatch: Patch) -> None:
+    names = ["calls", "decode", "gguf"]
+    passes = [each for each in runs.schedule(names, quick=True) if each.number == 1]
+    monkeypatch.setattr(runs, "time", Mock(monotonic=lambda: 100.0))
+    share = runs.QUICK_S / 5
+    assert runs._limits(passes, 100.0) == (100 + share, 100 + 2 * share + 2)
+    assert runs._limits(passes[1:], 100.0)[0] == 100 + runs.QUICK_S * 3 / 4
+    assert runs._limits(passes, 100 - runs.QUICK_S) == (102.0, 106.0)
+    assert runs._limits(passes, 99 - runs.MOST_QUICK_S)[1] == 100.0, "nothing begins"
+
+
+def test_what_one_pass_had_no_time_for_another_measures(answer: Answer, tmp_path: Path) -> None:
+    answer(record("one", failed=TIME_IS_UP))
+    suite = runs.schedule(["invented"], quick=True)[0].suite
+    two_passes = runs._Result(suite, suite.cases[:1])
+    options: Any = {"quick": True, "folder": tmp_path, "case": "", "limits": None}
+    two_passes.add_pass(**options)
+    answer(record("one", 1.0))
+    two_passes.add_pass(**options)
+    (one,) = two_passes.record().cases
+    assert (one.failed, one.side("unimem")) == (None, ours([], [1.0]))
+
+
+def test_a_case_begins_in_its_suites_time_only() -> None:
+    suite = Suite("invented", "What?")
+    suite.case("one", "What?", unit="ns")(lambda given: given.count("unimem", [given.builds]))
+    options: Any = {"quick": True, "folder": Path()}
+    late = measure(suite.cases[0], **options, until=time.monotonic() - 1, late=True)
+    assert (late.failed, late.sides, late.is_error) == (TIME_IS_UP, [], False)
+    early = measure(suite.cases[0], **options, until=time.monotonic() + 1000)
+    assert early.side("unimem") == ours([0.0]), "it builds nothing"
+    assert share_end(time.monotonic() + 90, 3) - time.monotonic() == pytest.approx(30, abs=5)
 
 
 def test_an_interrupted_run_gives_what_it_has(answer: Answer, tmp_path: Path) -> None:

@@ -84,6 +84,14 @@ def test_a_row_a_side() -> None:
     )
 
 
+def test_a_result_is_noisy_where_most_rounds_were_disturbed() -> None:
+    for n, noisy in ((3, False), (4, True)):
+        made = case(*FOUR_SIDES, rounds_disturbed=n, targets=[faster("np.empty", 1.5, 2)])
+        assert case_table(made).notes[-1].startswith("noisy: 6 rounds") is noisy
+        (row,) = targets(record(suite("calls", "What?", made))).table.rows
+        assert row.cells[-1].endswith(", noisy") is noisy
+
+
 def test_a_ratio_has_its_interval() -> None:
     passes = [[10.0, 11.0, 9.0, 10.0], [10.0, 10.0, 12.0, 9.0]]
     noisy = SideRecord("np.empty", "peer", [[2.4 * x for x in each] for each in passes[::-1]])

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +40,8 @@ from unimem_bench.answers import answers
 from unimem_bench.cli.run import read_records
 from unimem_bench.compare import compare, summary
 from unimem_bench.record import Record
-from unimem_bench.run import Interrupted
+from unimem_bench.run import QUICK_S, Interrupted
+from unimem_bench.stats import figures
 from unimem_bench.suites import NAMES, load_suite
 from unimem_bench.tables import case_table, machine_facts, targets
 
@@ -236,9 +238,22 @@ def test_what_is_asked_for(measured: Measured, tmp_path: Path) -> None:
     words = ("calls", "kv", "calls", "--quick", "--case", "take", "--dir", folder)
     assert show("bench", *words).code == 0
     asked.pop("progress")
-    options = {"quick": True, "case": "take", "folder": folder}
+    options = {"quick": True, "case": "take", "folder": folder, "bounded": False}
     assert asked == {"suites": ["calls", "kv"], "existed": True, **options}
     assert folder.is_dir()
+
+
+def test_a_quick_run_of_all_suites_has_its_time_and_says_what_is_left(
+    measured: Measured, monkeypatch: Patch
+) -> None:
+    asked = measured(record())
+    assert show("bench", "--quick").code == 0
+    assert asked["bounded"]
+    progress = command._Progress(command.schedule(NAMES, quick=True), bounded=True)
+    progress._begins = [0.0, 5.0]
+    assert progress._left() == QUICK_S - 5
+    progress._begins = [0.0, 2 * QUICK_S]
+    assert progress._left() == 3.0 * (len(progress._passes) - 1), "on a slow machine"
 
 
 @pytest.mark.parametrize(("uid", "left_out"), [(1000, []), (0, ["pressure"])])
@@ -421,14 +436,28 @@ def test_the_page_of_the_documents_is_short_and_of_the_recorded_runs() -> None:
     text = PAGE.read_text()
     assert text.count("\n") < 450
     record = read_records(RECORDED)
-    questions = "\n".join(markdown.table_lines(answers(record)))
-    assert text.partition(questions)[0].count("\n") < 10, "they are not on the first screen"
-    assert questions in text
+    runs = dict.fromkeys([None, *(suite.run for suite in record.suites)])
+    questions = ["\n".join(markdown.table_lines(answers(record, run))) for run in runs]
+    assert text.partition(questions[0])[0].count("\n") < 10, "they are not on the first screen"
+    assert [table for table in questions if table not in text] == []
+    assert sum(len(answers(record, run).rows) for run in runs) == 10
     for _, fact in machine_facts(record):
         assert markdown.escape(fact) in text
     pictures = list(PAGE.with_suffix("").iterdir())
     assert len(pictures) <= 3
     assert all(each.stat().st_size <= 60_000 for each in pictures)
+
+
+@is_recorded
+def test_each_case_is_recorded_once() -> None:
+    cases = Counter(
+        f"{case.suite}/{case.name}"
+        for path in RESULTS.glob("*.json")
+        if b'"unimem.bench/1"' in path.read_bytes()
+        for case in Record.read(path).cases()
+        if any(map(figures, case.sides))
+    )
+    assert [name for name, n in cases.items() if n > 1] == []
 
 
 @is_recorded

@@ -26,6 +26,7 @@ from unimem.cli.chat import Dialogue
 from unimem.cli.options import parse_sampling
 from unimem.engine import Decoder, embedded_model
 from unimem.errors import CacheFull, FormatError, SnapshotError
+from unimem.governor import Governor
 
 KEY, TEMPLATE = b"tokenizer.chat_template", b"{% for m in messages %}{{ m.content }} {% endfor %}"
 ONE_THREAD = ("--threads", "1")
@@ -127,6 +128,47 @@ def test_a_conversation_is_saved_and_resumed(model: Path, tmp_path: Path) -> Non
         with pytest.raises(SnapshotError):
             then.resume(path)
         assert len(then.messages) == 4
+
+
+def test_a_conversation_that_was_put_aside_says_so_and_goes_on(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A governor puts it aside while the second message is awaited."""
+    governors: list[Governor] = []
+    lines: list[str] = []
+    step, n = Decoder.generate_next_token, 0
+
+    def start(governor: Governor) -> None:
+        governors.append(governor)
+
+    def read(_: str) -> str:
+        if len(lines) == 2 and governors:
+            assert governors[-1].give_back() > 0
+            lines.insert(0, "/memory")
+            governors.clear()
+        return lines.pop(0) if lines else "/quit"
+
+    def short(decoder: Decoder, **options: Any) -> int:
+        nonlocal n
+        n += 1
+        return step(decoder, **options) if n % 10 else min(decoder.tokenizer.eog_ids)
+
+    def answers(*options: str) -> list[str]:
+        lines[:] = ["Once", "Lily", "Lily " * 400]
+        code, out, err = show("chat", model, "--ctx", "256", *ONE_THREAD, *options)
+        assert (code, err) == (0, "")
+        assert "/clear begins anew, or start with a larger --ctx" in out
+        assert ("put aside while memory was short: " in out) == bool(options)
+        assert ("Memory was short: what was put aside is read again" in out) == bool(options)
+        return [line for line in out.splitlines() if "Lily" in line or "once" in line]
+
+    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr("unimem.engine.decoder._IDLE_NS", 0)
+    monkeypatch.setattr(Governor, "start", start)
+    monkeypatch.setattr(Decoder, "generate_next_token", short)
+    expected = answers()
+    assert expected
+    assert answers("--store", str(tmp_path / "kv")) == expected
 
 
 @contextmanager

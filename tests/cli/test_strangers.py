@@ -184,6 +184,8 @@ FILES = [
         )
     ),
     (["run", "m.safetensors"], 1, "does not say its architecture"),
+    (["run", "s3://a/m.gguf", "--load", "stream"], 1, "copy the model there first"),
+    (["chat", "s3://a/m.gguf", "--weights-budget", "1G"], 1, "copy the model there first"),
     (["plan", "a model.gguf"], 0, ""),
     (["plan", "日本語.gguf"], 0, ""),
     (["inspect", "two\nlines.gguf"], 0, ""),

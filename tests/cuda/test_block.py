@@ -19,7 +19,7 @@ import unimem as um
 from support.gpu.host_gpu import HostDriver, numpy_of
 from support.processes import interrupts
 from support.processes.forks import in_child
-from unimem._core.status import device_ledger, ledger
+from unimem._core.status import device_bytes, device_ledger, ledger
 from unimem.backends import cuda_driver
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
@@ -281,6 +281,24 @@ def test_no_room(cuda: Any, host_gpu: HostDriver) -> None:
         assert held() == 2 * MIB
 
 
+def test_a_budget_limits_blocks_and_plans(cuda: Any, host_gpu: HostDriver) -> None:
+    with cuda.Block(2 * MIB):
+        cuda.set_budget("3M")
+        with cuda.Block(MIB):
+            text = r"asked for 1 B, but 3\.0 MiB of a budget of 3\.0 MiB are taken: .*set_budget"
+            with pytest.raises(um.CapacityError, match=text) as caught:
+                cuda.Block(1)
+            error = caught.value
+            assert (error.limit, error.used, error.asked) == (3 * MIB, 3 * MIB, 1)
+        assert host_gpu.room(device_bytes("cuda:0")) == (MIB, 3 * MIB)
+        assert um.report().facts["devices"][0]["budget_bytes"] == 3 * MIB
+        cuda.set_budget(MIB)
+        assert host_gpu.room(device_bytes("cuda:0")) == (0, MIB)
+        cuda.set_budget(None)
+        assert host_gpu.room(device_bytes("cuda:0")) == host_gpu.mem_info()
+        cuda.Block(2 * MIB).close()
+
+
 def test_missing_features_are_declared(cuda: Any, tmp_path: Path) -> None:
     with cuda.Block(1) as block, cuda.KVCache(1, 1, 8, 8) as kv:
         calls: dict[str, Callable[[], Any]] = {
@@ -298,7 +316,6 @@ def test_missing_features_are_declared(cuda: Any, tmp_path: Path) -> None:
             "repair": block.repair,
             "restore by mapping": lambda: cuda.KVCache.restore(tmp_path, mode="map"),
             "ring": lambda: cuda.KVCache(1, 1, 8, 8, window=4),
-            "rows by head": lambda: cuda.KVCache(1, 1, 8, 8, order="head"),
             "fewer bits": lambda: cuda.KVCache(1, 1, 32, 8, dtype="q4_0"),
             "rotation": lambda: cuda.KVCache(1, 1, 64, 8, rotate=True),
             "sealed_copy": block.sealed_copy,

@@ -31,6 +31,8 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 class CpuDriver:
     """A driver that runs kernels on the CPU, and counts how often it compiles them."""
 
+    launch_address = 0
+
     def __init__(self) -> None:
         self.n_modules = 0
 

@@ -36,10 +36,16 @@ STREAM = 1234
 # ---- both at once ----
 
 
-@pytest.fixture(params=[("f32", 1), ("f16", 2), ("bf16", 1), ("q8_0", 1), ("q8_0", 2)], ids=str)
+TWINS = [
+    *(("f32", 1, "token"), ("f16", 2, "token"), ("bf16", 1, "head")),
+    *(("q8_0", 1, "token"), ("q8_0", 2, "head")),
+]
+
+
+@pytest.fixture(params=TWINS, ids=str)
 def twins(request: pytest.FixtureRequest, cuda: Any) -> Iterator[Twins]:
-    dtype, batch = request.param
-    with Twins(batch=batch, dtype=dtype) as twins:
+    dtype, batch, order = request.param
+    with Twins(batch=batch, dtype=dtype, order=order) as twins:
         yield twins
 
 
@@ -49,13 +55,14 @@ class TwinMachine(RuleBasedStateMachine):
     @initialize(
         batch=st.sampled_from([1, 2]),
         dtype=st.sampled_from(KV_DTYPES),
+        order=st.sampled_from(["token", "head"]),
         rows=st.sampled_from([1, 7, ROWS, 100]),
     )
-    def make(self, batch: int, dtype: str, rows: int) -> None:
+    def make(self, batch: int, dtype: str, order: str, rows: int) -> None:
         row_bytes = HEADS * DIM // 32 * {"f32": 128, "q8_0": 34}.get(dtype, 64)
         lane_bytes = -(-rows * row_bytes // 64) * 64
         budget = LAYERS * 2 * batch * lane_bytes
-        self.twins = Twins(batch=batch, dtype=dtype, budget_bytes=budget)
+        self.twins = Twins(batch=batch, dtype=dtype, order=order, budget_bytes=budget)
         self.views: list[Any] = []
 
     def teardown(self) -> None:
@@ -86,14 +93,14 @@ class TwinMachine(RuleBasedStateMachine):
     def reserve(self, n: int, wrong: int) -> None:
         error, row = self.twins.do("reserve", n)
         if error is None:
-            for layer, part, stream in itertools.product(
-                range(LAYERS), "kv", range(self.twins.batch)
-            ):
-                rows = self.twins.rng.integers(0, 99, n * self.twins.host.row_bytes, np.uint8)
+            apart = HEADS if self.twins.host.order == "head" else 1
+            n_lanes, row_bytes = self.twins.batch * apart, self.twins.host.row_bytes // apart
+            for layer, part, number in itertools.product(range(LAYERS), "kv", range(n_lanes)):
+                rows = self.twins.rng.integers(0, 99, n * row_bytes, np.uint8)
                 for cache in (self.twins.host, self.twins.cuda):
                     k, v = cache.address(layer, "k"), cache.address(layer, "v")
-                    lane = (v - k) // cache.batch
-                    at = (v if part == "v" else k) + stream * lane + row * cache.row_bytes
+                    lane = (v - k) // n_lanes
+                    at = (v if part == "v" else k) + number * lane + row * row_bytes
                     memory(at, len(rows))[:] = rows
             self.twins.do("commit", n + wrong)
 
@@ -177,10 +184,13 @@ def lane(kv: Any, layer: int, part: str, row: int = 0) -> int:
 
 
 @pytest.mark.parametrize("dtype", KV_DTYPES)
-def test_tokens_of_its_type_are_two_copies(cuda: Any, host_gpu: HostDriver, dtype: str) -> None:
-    tokens = stored(given(np.random.default_rng(0), (2, 3, HEADS, DIM), "float32"), dtype)
+def test_many_tokens_of_its_type_are_two_copies(
+    cuda: Any, host_gpu: HostDriver, dtype: str
+) -> None:
+    dim = 1 << 16  # more bytes than one launch copies
+    tokens = stored(given(np.random.default_rng(0), (2, 3, HEADS, dim), "float32"), dtype)
     one = tokens[:, :1].swapaxes(1, 2)[:, None]  # [1, heads, 1, dim]
-    with cuda.KVCache(LAYERS, HEADS, DIM, ROWS, dtype=dtype) as kv:
+    with cuda.KVCache(LAYERS, HEADS, dim, ROWS, dtype=dtype) as kv:
         k, v = map(array_of, tokens)
         host_gpu.calls.clear()
         kv.append(1, k, v, stream=STREAM)
@@ -216,29 +226,29 @@ def in_type(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> lis
 
 
 @pytest.mark.parametrize(
-    ("batch", "dtype", "given_dtype"),
+    ("batch", "dtype", "given_dtype", "order"),
     [
-        *((1, "f32", given_dtype) for given_dtype in GIVEN_DTYPES),
-        *((2, dtype, "float32") for dtype in KV_DTYPES),
-        *((2, dtype, "bfloat16") for dtype in ("f16", "bf16")),
-        *((batch, "q8_0", "q8_0") for batch in (1, 2)),
+        *((1, "f32", given_dtype, "token") for given_dtype in GIVEN_DTYPES),
+        *((2, dtype, "float32", "token") for dtype in KV_DTYPES),
+        *((2, dtype, "bfloat16", "token") for dtype in ("f16", "bf16")),
+        *((batch, "q8_0", "q8_0", order) for batch in (1, 2) for order in ("token", "head")),
+        *((batch, "f16", "float32", "head") for batch in (1, 2)),
     ],
 )
 def test_all_else_is_one_launch(
-    cuda: Any, host_gpu: HostDriver, batch: int, dtype: str, given_dtype: str
+    cuda: Any, host_gpu: HostDriver, batch: int, dtype: str, given_dtype: str, order: str
 ) -> None:
     rng = np.random.default_rng(1)
+    made: dict[str, Any] = {"batch": batch, "dtype": dtype, "order": order}
     for k_layout, v_layout in itertools.product(LAYOUTS.values(), repeat=2):
         k, v = in_type(rng, (batch, HEADS, 3, DIM), given_dtype)
         k, v = k_layout(k), v_layout(v)
-        with cuda.KVCache(LAYERS, HEADS, DIM, ROWS, batch=batch, dtype=dtype) as kv:
+        with cuda.KVCache(LAYERS, HEADS, DIM, ROWS, **made) as kv:
             for layer in (0, 1, 0):
                 host_gpu.calls.clear()
                 kv.append(layer, array_of(k), array_of(v), stream=STREAM)
-                # Two if k and v have different strides.
-                n_launches = 1 if k.strides == v.strides else 2
                 launched = [(call[0], call[2]) for call in host_gpu.calls]
-                assert launched == [("launch", STREAM)] * n_launches
+                assert launched == [("launch", STREAM)]
             for layer, times in ((0, 2), (1, 1)):
                 for part, there in zip((k, v), kv.layer(layer), strict=True):
                     rows = part if given_dtype == "q8_0" else stored(part, dtype)
@@ -258,16 +268,19 @@ def test_when_one_has_gaps_neither_is_a_plain_copy(host_gpu: HostDriver, strided
         for layer in range(LAYERS):
             twins.host.append(layer, *tokens)
             twins.cuda.append(layer, *map(array_of, tokens))
-        assert [call[0] for call in host_gpu.calls] == ["launch", "launch"] * LAYERS
+        assert [call[0] for call in host_gpu.calls] == ["launch"] * LAYERS
         twins.check()
 
 
+@pytest.mark.parametrize("order", ["token", "head"])
 @pytest.mark.parametrize("dtype", KV_DTYPES)
-def test_a_token_of_all_layers_is_one_launch(cuda: Any, host_gpu: HostDriver, dtype: str) -> None:
+def test_a_token_of_all_layers_is_one_launch(
+    cuda: Any, host_gpu: HostDriver, dtype: str, order: str
+) -> None:
     for given_dtype in GIVEN_DTYPES if dtype != "q8_0" else (*GIVEN_DTYPES, "q8_0"):
         k, v = in_type(np.random.default_rng(2), (3, HEADS, DIM), given_dtype)
         with (
-            cuda.KVCache(3, HEADS, DIM, ROWS, dtype=dtype) as kv,
+            cuda.KVCache(3, HEADS, DIM, ROWS, dtype=dtype, order=order) as kv,
             um.KVCache(3, HEADS, DIM, ROWS, dtype=dtype) as expected,
         ):
             for _ in range(2):
@@ -370,8 +383,6 @@ def test_wrong_rows_are_refused(cuda: Any) -> None:
 def test_when_the_device_refuses_nothing_is_appended(
     host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch, given_dtype: str, use: str
 ) -> None:
-    from unimem.cuda.kernels import RowKernels
-
     refuse = Mock(side_effect=RuntimeError("an illegal memory access was encountered"))
     with Twins(dtype="f16") as twins:
         twins.append(2)
@@ -380,7 +391,7 @@ def test_when_the_device_refuses_nothing_is_appended(
         arguments = own if use == "append_all" else [0, *own]
         with monkeypatch.context() as patch:
             patch.setattr(host_gpu, "copy", refuse)
-            patch.setattr(RowKernels, "append", refuse)
+            patch.setattr(host_gpu, "launching", refuse)
             with pytest.raises(RuntimeError, match="illegal"):
                 getattr(twins.cuda, use)(*arguments)
         twins.check()

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("cuda", "gives_memory_back")
         ({"window": 8}, NotImplementedError, r"a ring \(window=\) is not supported on a GPU"),
         ({"spare_rows": 8}, NotImplementedError, "a ring"),
         ({"grow": True}, NotImplementedError, r"growing \(grow=True\) is not supported on a GPU"),
-        ({"order": "head"}, NotImplementedError, r"rows by head \(order='head'\) is not"),
+        ({"order": "row"}, ValueError, "order: expected one of token, head"),
         ({"pages": "2m"}, NotImplementedError, "placing device memory"),
         ({"page": "2m"}, TypeError, "unexpected option 'page'; placement is pages"),
         ({"pages": "9m", "pinned": True}, ValueError, "pages"),

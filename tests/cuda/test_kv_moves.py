@@ -29,14 +29,6 @@ Array = NDArray[Any]
 STREAM = 1234
 
 
-@pytest.fixture
-def kernels(cuda: Any) -> Any:
-    """The class that launches kernels."""
-    from unimem.cuda.kernels import RowKernels
-
-    return RowKernels
-
-
 # ---- tokens that move ----
 
 
@@ -133,7 +125,7 @@ class TooLateError(Exception):
 
 
 class Fault:
-    """Lets the nth copy raise before or after it, from a signal handler, or from then on."""
+    """Lets the nth copy or launch raise before or after it, by a signal, or from then on."""
 
     def __init__(self, host_gpu: HostDriver, nth: int, when: str, error: BaseException) -> None:
         self._copy, self._left, self._when = host_gpu.copy, nth, when
@@ -141,13 +133,19 @@ class Fault:
         self.n_copies = 0
 
     def copy(self, *arguments: Any) -> None:
+        self._run(self._copy, *arguments)
+
+    def launching(self, name: str) -> None:
+        self._run(str, name)
+
+    def _run(self, call: Callable[..., object], *arguments: Any) -> None:
         self._left -= 1
         at = self._when if self._left == 0 else "later" if self._left < 0 else ""
         if at == "signal":
             signal.raise_signal(signal.SIGALRM)
         if at == "before" or (at and self._when == "always"):
             raise self._error
-        self._copy(*arguments)
+        call(*arguments)
         self.n_copies += 1
         if at == "behind":
             raise self._error
@@ -206,12 +204,13 @@ def test_an_interrupt_loses_no_token(
     host_gpu: HostDriver, batch: int, use: str, when: str, kind: type[BaseException]
 ) -> None:
     n_moved = N_PIECES[use] * 2 * LAYERS * batch
-    n_copies = n_moved + (2 if use == "append" and batch == 1 else 0)  # K and V of the tokens
+    n_copies = n_moved + (use in {"append", "append_all"})  # and a launch
     for nth in range(1, n_copies + 2):
         with before_a_move(batch) as twins, pytest.MonkeyPatch.context() as patch:
             error = kind()
             fault = Fault(host_gpu, nth, when, error)
             patch.setattr(host_gpu, "copy", fault.copy)
+            patch.setattr(host_gpu, "launching", fault.launching)
             handler = signal.signal(signal.SIGALRM, fault.handler)
             try:
                 found = interrupted(twins, use)
@@ -277,7 +276,7 @@ def test_a_device_that_fails_half_way_has_lost_tokens(
 
 
 def test_other_calls_are_refused_while_rows_are_queued(
-    cuda: Any, host_gpu: HostDriver, kernels: Any, monkeypatch: pytest.MonkeyPatch
+    cuda: Any, host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A call of CUDA releases the interpreter's lock, so that other threads run."""
     is_meanwhile = False
@@ -309,18 +308,18 @@ def test_other_calls_are_refused_while_rows_are_queued(
     def append_at() -> None:
         kv.append_at(0, k, k, row)
 
-    for owner, name in ((host_gpu, "copy"), (kernels, "append")):
-        monkeypatch.setattr(owner, name, meanwhile(getattr(owner, name)))
+    for name in ("copy", "launching"):
+        monkeypatch.setattr(host_gpu, name, meanwhile(getattr(host_gpu, name)))
     with cuda.KVCache(1, HEADS, DIM, ROWS) as kv:
         append()
-        assert (len(kv), n_refused) == (1, 2)
+        assert (len(kv), n_refused) == (1, 1)
         kv.append(0, many, many)
-        assert (len(kv), n_refused) == (ROWS, 4)
+        assert (len(kv), n_refused) == (ROWS, 2)
         kv.trim_to(1, keep_first=1)
-        assert (len(kv), n_refused) == (2, 6)
+        assert (len(kv), n_refused) == (2, 4)
         kv.clear()
         append_at()
-        assert (len(kv), n_refused) == (0, 7)
+        assert (len(kv), n_refused) == (0, 5)
 
 
 def test_the_cache_may_end_while_rows_move(
@@ -345,7 +344,7 @@ def test_the_cache_may_end_while_rows_move(
 
 @pytest.mark.parametrize("use", ["append", "append_at", "layer", "copy"])
 def test_the_cache_may_end_while_work_is_queued(
-    cuda: Any, host_gpu: HostDriver, kernels: Any, monkeypatch: pytest.MonkeyPatch, use: str
+    cuda: Any, host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch, use: str
 ) -> None:
     kv = cuda.KVCache(1, HEADS, DIM, ROWS)
     k = array_of(np.ones((1, HEADS, DIM), "float32"))
@@ -368,8 +367,8 @@ def test_the_cache_may_end_while_work_is_queued(
 
         return left
 
-    for owner, name in ((kernels, "append"), (kernels, "read"), (host_gpu, "copy")):
-        monkeypatch.setattr(owner, name, leaving(getattr(owner, name)))
+    for name in ("launching", "copy"):
+        monkeypatch.setattr(host_gpu, name, leaving(getattr(host_gpu, name)))
     uses: dict[str, Callable[[], Any]] = {
         **{"append": lambda: kv.append(0, k, k), "append_at": lambda: kv.append_at(0, k, k, row)},
         **{"layer": lambda: kv.layer(0, "float32"), "copy": lambda: kv.copy().close()},
@@ -381,19 +380,21 @@ def test_the_cache_may_end_while_work_is_queued(
     assert address not in host_gpu.allocated
 
 
-def test_no_row_moves_while_others_read(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_row_moves_while_others_read(
+    host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Twins(dtype="f16") as twins:
         twins.append(ROWS)
         twins.do("trim_to", 3)
-        read = kernels.read
 
-        def meanwhile(self: Any, *arguments: Any) -> None:
+        def meanwhile(name: str) -> None:
+            assert name == "read_f16_f32"
             with pytest.raises(BufferError, match="another thread that copies"):
                 twins.cuda.reserve(1)
-            read(self, *arguments)
 
-        monkeypatch.setattr(kernels, "read", meanwhile)
-        there = twins.cuda.layer(0, "float32")
+        with monkeypatch.context() as patch:
+            patch.setattr(host_gpu, "launching", meanwhile)
+            there = twins.cuda.layer(0, "float32")
         for a, b in zip(there, twins.host.layer(0, "float32"), strict=True):
             assert same_bits(numpy_of(a), b)
         twins.do("reserve", 1)

@@ -98,7 +98,7 @@ def test_the_stream_is_that_of_the_library(cuda: Any, host_gpu: HostDriver) -> N
         kv.append(0, Exchanged(k), Exchanged(v))
         kv.append(0, Exchanged(k), Exchanged(v), stream=7)
         kv.append(0, array_of(k), array_of(v))
-        assert [call[-1] for call in host_gpu.calls] == [77, 77, 7, 7, 0, 0]
+        assert [call[-1] for call in host_gpu.calls] == [77, 7, 0]
 
 
 def test_tensors_elsewhere_are_refused(
@@ -178,11 +178,11 @@ def test_copies_are_queued_by_the_drivers_own_call(
             HostDriver.copy(host_gpu, to, from_, nbytes, stream)
         return status
 
-    k, v = tokens(3, "float16")
+    k, v = (a.repeat(400, 1, 1) for a in tokens(3, "float16"))  # more than one launch copies
     call = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_size_t] * 4)(queue)
     where = ctypes.cast(call, ctypes.c_void_p).value
     monkeypatch.setattr(host_gpu, "copy_address", where)
-    with cuda.KVCache(1, HEADS, DIM, ROWS, dtype="f16", arrays="torch") as kv:
+    with cuda.KVCache(1, HEADS, DIM, len(k), dtype="f16", arrays="torch") as kv:
         if status == 0:
             monkeypatch.setattr(host_gpu, "copy", None)  # not called
         host_gpu.calls.clear()

@@ -104,14 +104,12 @@ def test_kernels_are_compiled_when_the_pad_is_made(
 def test_when_the_device_refuses_nothing_is_appended(
     cuda: Any, host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch, given: str
 ) -> None:
-    from unimem.cuda.kernels import RowKernels
-
     refuse = Mock(side_effect=RuntimeError("an illegal memory access was encountered"))
     token = array_of(rows(1, dtype=given)[0])
     with cuda.Scratchpad(8, 4) as pad:
         with monkeypatch.context() as patch:
             patch.setattr(host_gpu, "copy", refuse)
-            patch.setattr(RowKernels, "append", refuse)
+            patch.setattr(host_gpu, "launching", refuse)
             with pytest.raises(RuntimeError, match="illegal"):
                 pad.append(token)
             assert len(pad) == 0

@@ -60,6 +60,7 @@ Scratchpad.append: t.pad().append(vec=rows(4))
 Scratchpad.append_batch: t.pad().append_batch(rows=rows(1, 4))
 Tape: t.cuda.Tape(nbytes_or_block=4096, name='t', category='scratch', **DEVICE)
 Tape.take: t.tape().take(shape=2, dtype='f16', align=256)
+set_budget: t.cuda.set_budget(nbytes=1 << 30, device=0)
 Tape.take_bytes: t.tape().take_bytes(nbytes=2, align=256)
 """
 CALLS = calls_of(TABLE, NAMES)

@@ -394,6 +394,7 @@ def test_closing(model: Path, tmp_path: Path) -> None:
         decoder.generate_next_token,
         decoder.__enter__,
         lambda: decoder.logits,
+        lambda: decoder.token_ids,
         lambda: decoder.prefill(PROMPT),
         lambda: decoder.generate("x", 1),
         lambda: decoder.save_session(session),

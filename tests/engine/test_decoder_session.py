@@ -192,6 +192,20 @@ def test_the_cache_is_the_one_that_was_saved(model: Path, path: Path, kind: str)
         assert shown() != expected
 
 
+def test_the_ids_of_tokens_are_shown_as_far_as_they_are_known(decoder: Decoder) -> None:
+    assert decoder.token_ids.size == 0
+    decoder.prefill(tokens(5))
+    shown = decoder.token_ids
+    append_foreign(decoder, 2)
+    decoder.prefill([3])
+    assert decoder.token_ids.tolist() == tokens(5)
+    decoder.kv.crop(3)
+    assert decoder.token_ids.tolist() == tokens(5)[:3]
+    decoder.prefill([9])
+    assert decoder.token_ids.tolist() == [*tokens(5)[:3], 9]
+    assert (str(shown.dtype), shown.tolist()) == ("int32", tokens(5)), "a copy stays as it is"
+
+
 # ---- what cannot be saved ----------------------------------------------------------------
 
 

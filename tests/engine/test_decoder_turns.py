@@ -257,6 +257,13 @@ def names_of(kind: type) -> set[str]:
     return {name for name in vars(kind) if not name.startswith("_")} | {"__exit__", "__repr__"}
 
 
+def put_aside(decoder: Decoder, path: Path) -> None:
+    """Put a conversation aside, and go on with it."""
+    with um.KVStore(f"{path}.store", ram_bytes=0, disk_bytes=1 << 26) as store:
+        decoder.put_aside(store)
+        decoder.generate_next_token()
+
+
 # Every public name of a decoder, and whether it waits for the token of another thread.
 CALLS: dict[str, tuple[bool, Callable[[Decoder, Path], object]]] = {
     "__exit__": (True, lambda decoder, _: decoder.__exit__()),
@@ -268,6 +275,7 @@ CALLS: dict[str, tuple[bool, Callable[[Decoder, Path], object]]] = {
     "generate_next_token": (True, lambda decoder, _: decoder.generate_next_token()),
     "give_back": (True, lambda decoder, _: decoder.give_back()),
     "logits": (False, lambda decoder, _: decoder.logits),
+    "put_aside": (True, put_aside),
     "prefill": (True, lambda decoder, _: decoder.prefill([1, 5])),
     "report": (False, lambda decoder, _: decoder.report()),
     "reset": (True, lambda decoder, _: decoder.reset()),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import unimem as um
 from support.models.decoders import greedy, interrupted, logits_of, tokens
 from support.models.make import Shape, small, write_model
 from support.processes.forks import in_child, needs_fork, refuses
+from support.processes.running import running
 from unimem.engine import Decoder, UnsupportedModel
 from unimem.planning import needs
 from unimem.planning.needs import PREFILL_BATCH
@@ -181,6 +183,13 @@ def test_a_batch_brings_the_experts_of_the_next_layer(mixture: Path) -> None:
     assert stat["prefetch_hits"] >= 6
 
 
+def test_a_token_begins_to_read_half_of_what_the_next_layers_use(mixture: Path) -> None:
+    with streamed(mixture, 1) as decoder:
+        decoder.prefill(PROMPT[:1])
+        stat = stream_of(decoder)._pieces.stat()
+        assert stat["prefetched"] == 2 * 2  # of 3 experts in two layers
+
+
 @pytest.mark.parametrize("name", ["blk.1.ffn_up_exps.bias", "blk.0.ffn_gate_exps.weight"])
 def test_experts_that_are_not_the_last_dimension_are_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -229,6 +238,16 @@ def test_a_budget_below_the_least_is_refused_with_its_name(model: Path) -> None:
     least = budget_of(model, 0)
     with pytest.raises(um.CapacityError, match=f"{least}"):
         Decoder(model, ctx=64, load="stream", weights_budget=least - 1)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/m.gguf", "https://host/m.gguf"])
+@pytest.mark.parametrize("options", [{"load": "stream"}, {"weights_budget": "1G"}])
+@pytest.mark.parametrize("make", [Decoder, um.Layout.for_model])
+def test_a_url_is_refused_before_its_server_is_asked(
+    make: Any, options: dict[str, Any], url: str
+) -> None:
+    with pytest.raises(ValueError, match=f"load='stream' of {url}: .*copy the model there first"):
+        make(url, **options)
 
 
 @pytest.mark.parametrize("spare", [0, 0.07])
@@ -432,6 +451,34 @@ def test_two_decoders_at_once(model: Path, is_shared: bool) -> None:
         with ThreadPoolExecutor(2) as threads:
             for _, logits in threads.map(lambda one: logits_of(one, PROMPT, 6), ours):
                 np.testing.assert_array_equal(logits, expected)
+
+
+ENDLESS = """
+import sys
+from unimem.engine import Decoder
+decoder = Decoder(sys.argv[1], ctx=64, threads=2, load="stream", weights_budget=int(sys.argv[2]))
+decoder.prefill(range(3, 12))
+print("ready", flush=True)
+while True:  # tokens that need other experts
+    decoder.kv.crop(9)
+    for token in range(3, 40):
+        decoder.prefill([token])
+"""
+
+
+def test_a_killed_process_leaves_nothing(mixture: Path) -> None:
+    before = sorted(mixture.parent.iterdir()), mixture.read_bytes()
+    with running(ENDLESS, mixture, budget_of(mixture, 0)) as pid:  # it is killed while it reads
+        maps = Path(f"/proc/{pid}/maps").read_text()
+    # No other process, and no name, could keep its memory.
+    shared = re.findall(r" rw-s .* (/.*)", maps)
+    assert shared
+    assert all(re.fullmatch(r"/memfd:.* \(deleted\)", name) for name in shared)
+    assert not [name for name in os.listdir("/dev/shm") if str(pid) in name]
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            assert os.fsencode(mixture) not in command.read_bytes()
+    assert (sorted(mixture.parent.iterdir()), mixture.read_bytes()) == before
 
 
 def test_the_end_of_a_decoder_ends_its_files(model: Path) -> None:

@@ -40,6 +40,13 @@ def test_arrays_of_any_layout_store_the_same(k: Any) -> None:
         (0.0, ROWS, ROWS, TypeError, "layer"),
         (0, ROWS, ROWS[:2], ValueError, r"k and v of one shape, \[n, 2, 8\] or \[1, 2, n, 8\]"),
         (0, ROWS[:, :1], ROWS[:, :1], ValueError, "k and v of one shape"),
+        (
+            0,
+            ROWS[0],
+            ROWS[0],
+            ValueError,
+            r"got \(2, 8\) and \(2, 8\); one token has n = 1, as k\[None\]",
+        ),
         (0, ROWS, ROWS.astype("f2"), TypeError, "k and v of one dtype"),
         (0, ROWS.astype("f8"), ROWS, TypeError, "k: expected float32, float16 or bfloat16"),
         (0, ROWS, 3, TypeError, "v"),

@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shutil
 import stat
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,37 +19,12 @@ import unimem as um
 from support.models.decoders import WIDE_HEADS
 from support.models.make import write_model
 from support.project.checkout import ROOT
-from support.terminal.screens import show
+from support.terminal.screens import MAIN, show
 from unimem.base.atomic_file import write_text
 from unimem.engine import Decoder, embedded_model
 from unimem.system.disk_speed import DiskSpeed, remember
 
-Watched = list[tuple[str, int]]
-
-
-@pytest.fixture
-def created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
-    """Watch names and modes at creation, after `tmp_path` is made; no umask hides any."""
-    found: Watched = []
-    opens, makes = os.open, os.mkdir
-
-    def watched_open(path: str, flags: int, mode: int = 0o777, **options: int | None) -> int:
-        fd = opens(path, flags, mode, **options)
-        if flags & os.O_CREAT:
-            found.append((os.fsdecode(path), stat.S_IMODE(os.fstat(fd).st_mode)))
-        return fd
-
-    def watched_mkdir(path: str, mode: int = 0o777, **options: int | None) -> None:
-        makes(path, mode, **options)
-        found.append((os.fsdecode(path), mode))
-
-    monkeypatch.setattr(os, "open", watched_open)
-    monkeypatch.setattr(os, "mkdir", watched_mkdir)
-    mask = os.umask(0)
-    try:
-        yield found
-    finally:
-        os.umask(mask)
+SHIM = ROOT / "tests/support/kernel/shim/watch_created.c"
 
 
 def save(folder: Path) -> None:
@@ -64,10 +42,13 @@ def talk(folder: Path) -> None:
 
 
 def repack(folder: Path) -> None:
-    path = write_model(folder / "q.gguf", kind="q4_0", shape=WIDE_HEADS)
-    path.chmod(0o644)
-    with um.open_weights(path) as weights, um.repack(weights, cache=True):
+    with um.open_weights(folder / "q.gguf") as weights, um.repack(weights, cache=True):
         pass
+
+
+def execute(folder: Path) -> None:
+    words = [sys.executable, "-c", MAIN, "exec", "--report", str(folder / "report.json"), "--"]
+    subprocess.run([*words, sys.executable, "-c", ""], check=True)
 
 
 def stage(_folder: Path) -> None:
@@ -76,6 +57,7 @@ def stage(_folder: Path) -> None:
 
 WRITERS: dict[str, Callable[[Path], object]] = {
     "disk speed": lambda _: remember("8:0", DiskSpeed(1, 1, "2026-11-28")),
+    "exec": execute,
     "hash, snapshot of a talk": talk,
     "image": repack,
     "page": lambda folder: show("report", os.getpid(), "--html", folder / "page.html"),
@@ -86,17 +68,56 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "textfile": lambda folder: show("metrics", os.getpid(), "--textfile", folder / "unimem.prom"),
 }
 FOR_OTHERS = (".unimem.prom.", ".repacked.")
+Created = dict[str, list[tuple[str, str, str]]]  # modes in octal at the creation and now, and path
+
+
+@pytest.fixture(scope="module")
+def created(tmp_path_factory: pytest.TempPathFactory) -> Created:
+    """Run all writers in a process that notes what is created, by it and by its children."""
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler builds the shim")
+    folder = tmp_path_factory.mktemp("created")
+    shim, logs = folder / "shim.so", folder / "logs"
+    logs.mkdir()
+    flags = ["-std=c17", "-O2", "-w", "-shared", "-fPIC"]
+    subprocess.run(["cc", *flags, "-o", shim, SHIM, "-ldl"], check=True)
+    given = {"LD_PRELOAD": str(shim), "PYTHONPATH": str(ROOT / "tests")}
+    given |= {"UNIMEM_CACHE": str(folder / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+    words = [sys.executable, __file__, str(folder)]
+    done = subprocess.run(
+        words, env=os.environ | given, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    now = {str(path.lstat().st_ino): path.lstat().st_mode for path in folder.rglob("*")}
+    found: Created = {}
+    for name in reversed(WRITERS):
+        lines = [line.split(" ", 2) for line in (logs / name).read_text().splitlines()]
+        found[name] = []
+        for mode, inode, path in reversed(lines):
+            # The last file with an inode is there: those before it were removed.
+            last = now.pop(inode, None)
+            ends = mode if last is None else f"{stat.S_IMODE(last):o}"
+            found[name].append((mode, ends, path))
+    return found
+
+
+def write_all(folder: Path) -> None:
+    write_model(folder / "q.gguf", kind="q4_0", shape=WIDE_HEADS).chmod(0o644)
+    for name, write in WRITERS.items():
+        os.environ["CREATED_LOG"] = str(folder / "logs" / name)
+        mask = os.umask(0)  # which could hide a mode
+        write(folder)
+        os.umask(mask)
+        del os.environ["CREATED_LOG"]
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_only_what_is_meant_for_others_is_created_for_them(
-    name: str, created: Watched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("UNIMEM_CACHE", str(tmp_path / "cache"))
-    WRITERS[name](tmp_path)
-    assert created, "nothing was watched"
-    others = {path: oct(mode) for path, mode in created if mode & 0o077}
-    assert {path: mode for path, mode in others.items() if mode != "0o644"} == {}
+def test_only_what_is_meant_for_others_is_created_for_them(created: Created, name: str) -> None:
+    rows = created[name]
+    assert rows, "nothing was created"
+    assert [row for row in rows if row[0] != row[1]] == []
+    assert {mode for mode, _, _ in rows} <= {"600", "700", "644"}
+    others = [path for mode, _, path in rows if mode == "644"]
     assert [path for path in others if not any(word in path for word in FOR_OTHERS)] == []
 
 
@@ -159,3 +180,7 @@ def test_no_writer_is_forgotten() -> None:
 
 def is_text(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+if __name__ == "__main__":
+    write_all(Path(sys.argv[1]))

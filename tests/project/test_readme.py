@@ -43,7 +43,7 @@ N_EXAMPLES = {
     "docs/paged.md": 1,
     "docs/placement.md": 4,
     "docs/snapshots.md": 1,
-    "docs/store.md": 3,
+    "docs/store.md": 5,
     "docs/torch.md": 3,
 }
 FIRST = blocks("README.md", "text")[1]

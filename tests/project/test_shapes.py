@@ -15,7 +15,7 @@ MOST_PARAMETERS, MOST_BASES = 9, 2
 PUBLIC_FORMS = {
     "Block.__init__", "Decoder.__init__", "KVCache.__init__", "KVRows.storage_bytes",
     "KVStoreTier.__init__", "PagedKVCache.__init__", "chat", "open_weights", "plan", "run",
-    "serve_slots", "stage",
+    "serve_slots", "stage", "store",
 }  # fmt: skip
 # A function of Cython: its name, and its parameters up to the parenthesis that ends them.
 CYTHON = re.compile(

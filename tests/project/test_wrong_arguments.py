@@ -80,7 +80,7 @@ KVCache.warm: t.kv().warm(threads=1)
 LayerKV: um.LayerKV(n_kv_heads=2, head_dim=8, v_head_dim=4, window=4, dtype='f16', share_of=None)
 LayerState: um.LayerState(shape=(2, 3), dtype='f32')
 KVStore: um.KVStore(where=t.folder / 'store', ram_bytes=0, disk_bytes=1 << 20, chunk_tokens=2,
-    pages='4k', numa=None)
+    pages='4k', numa=None, salt='s')
 KVStore.longest: t.store().longest(tokens=[1, 2], model='m', kv=t.kv())
 KVStore.put: t.store().put(kv=t.kv(), tokens=[1, 2], model='m')
 KVStore.restore_into: t.store().restore_into(kv=t.empty_kv(), tokens=[1, 2], model='m')
@@ -173,6 +173,7 @@ ENGINE_CALLS: dict[str, Callable[[Things], Call]] = {
     ),
     "Decoder.generate_next_token": of_decoder("generate_next_token", **SAMPLING),
     "Decoder.prefill": of_decoder("prefill", tokens=[1]),
+    "Decoder.put_aside": of_decoder("put_aside", store=lambda t: t.store()),
     "Decoder.resume": of_decoder("resume", path=lambda t: t.saved()),
     "Decoder.save_session": of_decoder("save_session", path=lambda t: t.folder / "session"),
     "Decoder.tokenize": of_decoder("tokenize", text="a", add_bos=False, special=False),
@@ -215,7 +216,7 @@ write_slot_file: llama.write_slot_file(path=t.folder / 'slot', tokens=np.arange(
 DOOR_CALLS = LLAMA_CALLS | calls_of(
     """
 EngineStore: engine_store(where=t.folder / 'store', ram_bytes=0, disk_bytes=1 << 24, model='m',
-    n_threads=1)
+    n_threads=1, salt='s')
 """,
     NAMES | {"engine_store": engine_store},
 )

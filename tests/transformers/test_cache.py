@@ -165,6 +165,10 @@ def test_streams_are_reordered_repeated_and_selected(kind: str, dtype: str | Non
                 assert torch.allclose(stored.layers[layer].keys, other.keys, atol=0.03)
         with pytest.raises(ValueError, match="expected 3 streams, got 2"):
             ours.reorder_cache(torch.tensor([0, 1]))
+        for wrong in ([0, 1, 3], [0, 1, -1], [0.0, 1.0, 1.5]):
+            for thing in (ours, ours.layers[0]):
+                with pytest.raises(ValueError, match="expected integers from 0 to 2"):
+                    thing.reorder_cache(torch.tensor(wrong))
 
 
 def test_a_copy_has_memory_of_its_own() -> None:
@@ -211,6 +215,11 @@ WRONG = {
         ValueError,
         "keys and values of one shape",
         lambda: (states(1)[0], states(2)[1]),
+    ),
+    "values of no memory": (
+        TypeError,
+        "without memory",
+        lambda: (states(1)[0], torch._efficientzerotensor((2, HEADS, 1, 8))),
     ),
     "gradients": (RuntimeError, "no_grad", lambda: (states(1)[0].requires_grad_(), states(1)[1])),
 }

@@ -56,3 +56,18 @@ def test_other_types_are_converted() -> None:
                         assert torch.allclose(one.float(), other.float(), atol=atol)
         assert small.memory_usage_bytes * 64 == half.memory_usage_bytes * 34
         assert least.memory_usage_bytes * 64 == half.memory_usage_bytes * 18
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("computed", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stored", ["f16", "q8_0"])
+def test_tokens_that_are_converted_may_be_negated_lazily(
+    stored: str, computed: torch.dtype, kind: str
+) -> None:
+    config = tiny.config(kind, head_dim=32)
+    with KVCache(config, dtype=stored) as ours, KVCache(config, dtype=stored) as plain:
+        for n in (30, 1):
+            k, v = torch.randn(2, 1, HEADS, n, 32).to(computed)
+            shown = ours.update(torch._neg_view(-k), torch._neg_view(-v), 0)
+            for one, other in zip(shown, plain.update(k, v, 0), strict=True):
+                assert torch.equal(one, other)

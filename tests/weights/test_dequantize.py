@@ -116,13 +116,22 @@ def test_blocks_are_as_ggml_and_gguf_py_read_them(files: Path, kind: Any) -> Non
 
 
 @pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("kind", BY_GGUF_PY, ids=lambda kind: kind.name)
-def test_gguf_py_without_ggml(files: Path, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_every_type_without_ggml(files: Path, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_by_ggml", lambda number: "ggml is not here")
     with open_weights(files) as w:
         for part in ("values", "bytes"):
             tensor = w.tensors[f"{kind.name}.{part}"]
             assert same(tensor.dequantize(), by_ggml(tensor.as_array(), kind))
+
+
+def test_a_type_that_gguf_py_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, block_values, block_bytes = tensor_type(42)
+    data = gf.random_bytes(200 * block_bytes)
+    monkeypatch.setattr(module, "_by_ggml", lambda number: "ggml is not here")
+    out = np.empty(200 * block_values, np.float32)
+    module.dequantize(data, "q2_0", 42, out, name="t", path="file")
+    assert same(out, by_ggml(data, 42))
 
 
 def test_missing_libraries_are_named(files: Path, run_python: Any) -> None:

@@ -7,6 +7,7 @@ import os
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,8 +65,11 @@ CASES: dict[str, Callable[[], bytes]] = {
 }
 
 
+@pytest.mark.parametrize("options", [{"as_json": True}, {"tensors": True}], ids=" ".join)
 @pytest.mark.parametrize("name", CASES)
-def test_a_long_header_costs_at_most_ten_times_its_bytes(name: str, tmp_path: Path) -> None:
+def test_a_long_header_costs_at_most_ten_times_its_bytes(
+    name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
     path = tmp_path / name
     path.write_bytes(CASES[name]())
     with open_weights(path) as weights:  # what is imported and kept once does not count
@@ -74,7 +78,7 @@ def test_a_long_header_costs_at_most_ten_times_its_bytes(name: str, tmp_path: Pa
     with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
         tracemalloc.start()
         try:
-            inspect(str(path), as_json=True)
+            inspect(str(path), **options)
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()

@@ -260,7 +260,8 @@ def test_sources_that_cannot_be_streamed_are_refused(path: Path, tmp_path: Path)
     tensors.write_bytes(safetensors_files.everything())
     other = models.write(tmp_path / "o.gguf", {"embed": ((8,), gf.F32)})
     sources: list[tuple[Any, str]] = [
-        ("s3://bucket/m.gguf", "copy the model there first"),
+        ("s3://bucket/m.gguf", "copy the model there first; um.stage keeps one"),
+        ("https://host/m.gguf", "copy the model there first"),
         (tensors, "expected GGUF.*convert_hf_to_gguf.py"),
         (path.read_bytes(), "it is in memory already"),
         (other, "no experts and no blocks"),

@@ -59,6 +59,41 @@ def with_links(document: Path) -> str:
     return LINK.sub(lead, document.read_text())
 
 
+# A directive of autodoc, and what it explains.
+ENTRY = re.compile(r"^\.\. auto(\w+):: unimem\.([\w.]+)((?:\n   :.*)*)$", re.MULTILINE)
+SECTION = re.compile(r"^## ([^\n]*)\n\n```{eval-rst}\n(.*?)```$", re.MULTILINE | re.DOTALL)
+
+
+def page_of(kind: str, name: str) -> str:
+    """Return the name of the page of a public name; `plan` and `Plan` have different ones."""
+    return ("function-" if kind == "function" else "") + name.replace(".", "-")
+
+
+def divide_reference() -> None:
+    """Give each class, function and module of the reference a page of its own.
+
+    The reference itself becomes a list of them, with the first sentence of each.
+    """
+    path = SOURCE / "reference" / "python.md"
+    folder = path.with_suffix("")
+    folder.mkdir()
+
+    def contents(match: re.Match[str]) -> str:
+        title, entries = match.groups()
+        pages, names = [], []
+        for kind, name, options in ENTRY.findall(entries):
+            page = page_of(kind, name)
+            text = f"# {name}\n\n```{{eval-rst}}\n.. auto{kind}:: unimem.{name}{options}\n```\n"
+            (folder / f"{page}.md").write_text(text)
+            pages.append(f"python/{page}")
+            names.append(f"   unimem.{name}")
+        lines = ["```{eval-rst}", ".. autosummary::", "   :nosignatures:", "", *names, "```", ""]
+        lines += ["```{toctree}", ":hidden:", "", *pages, "```"]
+        return "\n".join([f"## {title}", "", *lines])
+
+    path.write_text(SECTION.sub(contents, path.read_text()))
+
+
 def put_together() -> None:
     """Write the sources of all pages."""
     shutil.rmtree(SOURCE, ignore_errors=True)
@@ -70,6 +105,7 @@ def put_together() -> None:
             text += f"\n{contents.read_text()}"
         (SOURCE / page).write_text(text)
     contents.unlink()
+    divide_reference()
 
 
 def sphinx(builder: str, out: Path) -> int:

@@ -14,11 +14,16 @@ author = copyright = "The unimem authors"
 version = release = unimem.__version__
 
 extensions = """
-    myst_parser sphinx.ext.autodoc numpydoc stub_signatures c_headers command_help
+    myst_parser sphinx.ext.autodoc sphinx.ext.autosummary numpydoc
+    stub_signatures c_headers command_help
 """.split()
 html_theme = "furo"
 html_title = f"unimem {release}"
 html_copy_source = False
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_js_files = ["site.js"]
+html_search_scorer = str(Path(__file__).with_name("scorer.js"))
 
 # Headings are targets of links, as they are where the documents are read in a repository.
 myst_heading_anchors = 4

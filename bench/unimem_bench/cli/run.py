@@ -24,7 +24,7 @@ from unimem_bench import markdown, page
 from unimem_bench.cli.view import difference_lines, record_lines, suite_lines
 from unimem_bench.compare import compare
 from unimem_bench.record import Record
-from unimem_bench.run import Interrupted, Pass, run, schedule
+from unimem_bench.run import QUICK_S, Interrupted, Pass, run, schedule
 from unimem_bench.run_folder import run_folder
 from unimem_bench.suites import load_suite
 from unimem_bench.texts import duration
@@ -72,21 +72,28 @@ def _folder(path: Path | None) -> Iterator[Path]:
 
 
 def measure(
-    names: Sequence[str], *, quick: bool, case: str, folder: Path | None
+    names: Sequence[str], *, quick: bool, case: str, bounded: bool, folder: Path | None
 ) -> tuple[Record, int]:
     """Measure suites; return the record and the exit code.
 
-    `quick` and `case` are as in `unimem_bench.run.run`; without a `folder`, files are deleted at
-    the end. BadParameter if no case is chosen.
+    `quick`, `case` and `bounded` are as in `unimem_bench.run.run`; without a `folder`, files are
+    deleted at the end. BadParameter if no case is chosen.
     """
     passes = _schedule(names, quick=quick, case=case)
     absent = [name for name in _USEFUL if find_spec(name) is None]
     if absent:
         _tell(f"unimem: {', '.join(absent)}: not installed; {install_hint('bench')}\n")
-    progress = _Progress(passes)
+    progress = _Progress(passes, bounded=bounded)
     try:
         with _folder(folder) as files:
-            record = run(names, quick=quick, folder=files, case=case, progress=progress.update)
+            record = run(
+                names,
+                quick=quick,
+                folder=files,
+                case=case,
+                bounded=bounded,
+                progress=progress.update,
+            )
     except Interrupted as interrupt:
         return interrupt.record, INTERRUPTED
     finally:
@@ -100,8 +107,9 @@ class _Progress:
     It changes between passes only: work beside them would take CPU time from them.
     """
 
-    def __init__(self, passes: Sequence[Pass]) -> None:
+    def __init__(self, passes: Sequence[Pass], *, bounded: bool) -> None:
         self._passes = passes
+        self._bounded = bounded
         self._begins: list[float] = []
         self._is_terminal = sys.stderr is not None and terminal.is_terminal(sys.stderr)
 
@@ -118,8 +126,14 @@ class _Progress:
             _tell(f"{text}\n")
 
     def _left(self) -> float | None:
-        """Estimate the seconds to go, once each remaining suite has run before."""
+        """Estimate the seconds to go, once each remaining suite has run before.
+
+        A bounded run ends about when it has to; each pass needs some time in any case.
+        """
         n_done = len(self._begins) - 1
+        if self._bounded:
+            left = QUICK_S - (self._begins[-1] - self._begins[0])
+            return max(left, 3.0 * (len(self._passes) - n_done))
         took: dict[str, float] = {}
         for each, begin, end in zip(self._passes, self._begins, self._begins[1:], strict=False):
             took[each.suite.name] = end - begin

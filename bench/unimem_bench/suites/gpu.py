@@ -38,6 +38,7 @@ TORCH_UPLOAD = "torch, a mapping"
 PINNED, COPY = "pinned copy", "cudaMemcpyAsync"
 CUPY_TOKENS, INDEX_COPY, CAT = "unimem, CuPy arrays", "torch index_copy_", "torch cat"
 N_STEP_LAYERS = 16
+DYNAMIC, STATIC = "DynamicCache", "StaticCache"
 
 
 def require_gpu(measure: Measure) -> None:
@@ -626,6 +627,80 @@ def step_torch_captured(measure: Measure) -> None:
             if not bool((part[0, :, n_tokens] == token[0]).all()):
                 raise AssertionError("a side did not write what it was given")
         step.whole.clear()
+
+
+# ---- transformers --------------------------------------------------------------------------------
+
+
+def transformers_or_nothing(measure: Measure) -> tuple[Any, Any]:
+    """Return PyTorch on the GPU and transformers, or end the case."""
+    torch = torch_or_nothing(measure)
+    if not measure.installed("transformers", DYNAMIC, STATIC):
+        raise NotMeasured("wants transformers")
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    return torch, transformers
+
+
+def generate(measure: Measure, n_tokens: int) -> None:
+    """Compare tokens of `generate` after a prompt, and record the memory that caches take."""
+    torch, transformers = transformers_or_nothing(measure)
+    from unimem.transformers import KVCache
+    from unimem_bench.suites.transformers import given
+
+    config = transformers.LlamaConfig(
+        **{"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": N_STEP_LAYERS},
+        **{"num_attention_heads": 16, "num_key_value_heads": N_HEADS, "head_dim": HEAD_DIM},
+        **{"vocab_size": 32000, "max_position_embeddings": 16384, "eos_token_id": None},
+        **{"bos_token_id": None, "pad_token_id": 0},
+    )
+    with torch.device("cuda"):
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    ids = torch.randint(1, 32000, (1, n_tokens), device="cuda")
+    n_new, said, room = 32, {}, n_tokens + 32
+
+    def side(name: str, make: Callable[[], Any]) -> Side:
+        def milliseconds() -> float:
+            cache = make()
+            torch.cuda.synchronize()
+            free = torch.cuda.mem_get_info()[0]
+            start = time.perf_counter()
+            how = {"do_sample": False, "disable_compile": True, **given(model, cache)}
+            said[name] = model.generate(ids, max_new_tokens=n_new, min_new_tokens=n_new, **how)
+            torch.cuda.synchronize()
+            elapsed = time.perf_counter() - start
+            measure.fact(f"{name}_bytes", free - torch.cuda.mem_get_info()[0])
+            if hasattr(cache, "close"):
+                cache.close()
+            del cache
+            torch.cuda.empty_cache()
+            return elapsed / n_new * 1e3
+
+        return milliseconds
+
+    measure.compare(
+        {"unimem": side("unimem", lambda: KVCache.for_model(model, room))},
+        {
+            DYNAMIC: side(DYNAMIC, lambda: transformers.DynamicCache(config=config)),
+            STATIC: side(
+                STATIC, lambda: transformers.StaticCache(config=config, max_cache_len=room)
+            ),
+        },
+        rounds=3,
+        warmup=1,
+    )
+    if not bool((said["unimem"] == said[DYNAMIC]).all()):
+        measure.fact("tokens", "not those of DynamicCache")
+
+
+for _n_tokens in (2048, 8192):
+    SUITE.case(
+        f"generate, {_n_tokens} tokens",
+        f"What does a token of transformers' generate cost after a prompt of {_n_tokens}?",
+        unit="ms",
+        targets=[costs(name, 1.0, issue=47) for name in (DYNAMIC, STATIC)],
+    )(partial(generate, n_tokens=_n_tokens))
 
 
 # ---- a model file -------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ cimport cython
 from libc.stdint cimport uint32_t, uintptr_t
 
 from unimem._core cimport native as um
-from unimem._core.arrays cimport dtype_of, size_of
+from unimem._core.arrays cimport bytes_of, dtype_of, size_of
 from unimem._core.status cimport raise_status
 from unimem._core.tape cimport Tape
 
@@ -86,13 +86,14 @@ cdef class Cell:
         return f"Cell({self.id}, {'given back' if self._grid is None else self.nbytes})"
 
 
-cdef size_t _check_sizes(object cell_bytes, object n_cells) except 0:
-    """Return the bytes that cells and links need."""
+cdef size_t _check_sizes(object cell_bytes, object n_cells, size_t *size) except 0:
+    """Return the bytes that cells and links need, and give the size of a cell."""
     cdef um.um_error err
-    cdef size_t nbytes, size = size_of(cell_bytes, "cell_bytes", 1)
+    cdef size_t nbytes
+    size[0] = bytes_of(cell_bytes, "cell_bytes", 1)
     if size_of(n_cells, "n_cells", 1) >= 2**32 - 2:
         raise ValueError(f"n_cells: expected at most 2**32 - 3, got {n_cells}")
-    if um.um_grid_bytes(size, n_cells, &nbytes, &err) != um.UM_OK:
+    if um.um_grid_bytes(size[0], n_cells, &nbytes, &err) != um.UM_OK:
         raise_status(err.status, &err, "Grid")
     return nbytes
 
@@ -230,8 +231,8 @@ cdef class Grid(Cells):
 
     Parameters
     ----------
-    cell_bytes : int
-        The size of a cell; cells lie at multiples of 64 bytes.
+    cell_bytes : int or str
+        The size of a cell, in bytes or as ``"64K"``; cells lie at multiples of 64 bytes.
     n_cells : int
         The number of cells, below 2**32 - 2.
     name, category : str
@@ -260,14 +261,14 @@ cdef class Grid(Cells):
     8
     """
 
-    def __init__(self, cell_bytes: int, n_cells: int, *, name: str | None = None,
+    def __init__(self, cell_bytes: int | str, n_cells: int, *, name: str | None = None,
                  category: str = "scratch", **placement: Unpack[PlacementOptions]) -> None:
         self.begin()
         cdef um.um_error err
-        cdef size_t nbytes = _check_sizes(cell_bytes, n_cells)
+        cdef size_t size, nbytes = _check_sizes(cell_bytes, n_cells, &size)
         cdef Tape tape = Tape(nbytes, name=string(name, "name", "grid"), category=category,
                               **placement)
-        self.tape, self.cell_bytes = tape, cell_bytes
+        self.tape, self.cell_bytes = tape, size
         if um.um_grid_init(&self.grid, &tape.tape, self.cell_bytes, n_cells, &err) != um.UM_OK:
             self.fail(&err)
 
@@ -279,12 +280,14 @@ cdef class DeviceGrid(Cells):
     `new_tape(nbytes)` makes the tape.
     """
 
-    def __init__(self, cell_bytes: int, n_cells: int, new_tape: Callable[[int], Bump[Any]]) -> None:
+    def __init__(self, cell_bytes: int | str, n_cells: int,
+                 new_tape: Callable[[int], Bump[Any]]) -> None:
         self.begin()
         cdef um.um_error err
-        _check_sizes(cell_bytes, n_cells)
+        cdef size_t size
+        _check_sizes(cell_bytes, n_cells, &size)
         links = np.empty(n_cells, np.uint32)
-        self.tape, self.cell_bytes = new_tape(-(-cell_bytes // 64) * 64 * n_cells), cell_bytes
+        self.tape, self.cell_bytes = new_tape((size + 63) // 64 * 64 * n_cells), size
         cdef uintptr_t first = links.ctypes.data
         if um.um_grid_init_apart(
                 &self.grid, self.tape.take_raw(self.tape.total_bytes), <void *>first,

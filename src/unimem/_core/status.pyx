@@ -181,6 +181,16 @@ cdef class DeviceEntry:
                 self._row.nbytes -= self._nbytes
 
 
+def device_bytes(str device) -> int:
+    """Return the bytes that unimem has on a device in this process."""
+    cdef _DeviceRow row
+    nbytes = 0
+    for (name, _), row in list(_device_rows.items()):
+        if name == device:
+            nbytes += row.nbytes
+    return nbytes
+
+
 def device_ledger() -> dict[tuple[str, str], DeviceRow]:
     """Return the present allocations on devices, by device and category."""
     cdef _DeviceRow row

@@ -478,7 +478,7 @@ cdef class Tape(Bump):
     #: def take(self, shape: int | Sequence[int], dtype: npt.DTypeLike = "float32", *,
     #:          align: int = 64) -> npt.NDArray[Any]: ...
     #: @overload
-    #: def take(self, shape: int | Sequence[int], dtype: npt.DTypeLike = "float32", *,
+    #: def take(self, shape: int | Sequence[int], dtype: Any = "float32", *,
     #:          align: int = 64, like: ModuleType) -> Any: ...
     @cython.critical_section
     def take(self, shape, dtype="float32", *, align=64, like=None):

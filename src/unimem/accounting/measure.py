@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, SupportsIndex, TypeVar
 
 from unimem._core.status import Marks, counters, ledger, row_name
 from unimem.base.html import preformatted
@@ -245,6 +245,11 @@ class Measured:
         """Wall-clock seconds."""
         first, last = self._span()
         return last.time - first.time
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+        if self._marks is not None:
+            raise TypeError("a Measured cannot be pickled: its block goes on. Leave that first")
+        return super().__reduce_ex__(protocol)
 
     def __str__(self) -> str:
         peaks, growth = self.peaks, self.growth

@@ -20,7 +20,7 @@ import zlib
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from unimem._core import ledger
 from unimem._core.block import Block
@@ -131,6 +131,9 @@ class Tally:
             self._cells[_KV_ADDRESS] = kv_address
             self._pieces_before = self._cells[_PIECES].tolist()
             _tallies.add(self)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Tally cannot be pickled: it is a row of this process. Make another one")
 
     def count(self, n_prompt: int, n_generated: int) -> None:
         """Count tokens that were computed, or chosen."""

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from unimem._core import ledger
 from unimem._core.ledger import Entry
-from unimem._core.status import device_ledger, row_name
+from unimem._core.status import device_bytes, device_ledger, row_name
 from unimem.accounting.attribution import attribute, page_runs
 from unimem.accounting.llama_buffers import name_buffers
 from unimem.accounting.mapped_models import MappedModel, models
 from unimem.accounting.published import failure, published
 from unimem.accounting.row import Mapping, Row, find_row, in_order, plain
+from unimem.backends import cuda_driver
 from unimem.base.text import Surface, format_bytes
 from unimem.system.heap import malloc_bytes
 from unimem.system.process import Area, Process, counters, read_process
@@ -181,6 +183,8 @@ def report(pid: int | None = None) -> Report:
     malloc = malloc_bytes()
     if malloc is not None:
         facts["malloc_bytes"] = malloc._asdict()
+    if devices := list(_describe_devices()):
+        facts["devices"] = devices
     return Report((*_add_high_water(rows), *_device_rows()), facts, mappings)
 
 
@@ -278,6 +282,20 @@ def _add_high_water(rows: Sequence[Row]) -> list[Row]:
         row = found.get(category) or Row(category, 0, active_bytes=0, resident_bytes=0)
         found[category] = replace(row, high_water_bytes=max(mark, row.nbytes))
     return sorted(found.values(), key=in_order)
+
+
+def _describe_devices() -> Iterator[dict[str, Any]]:
+    """Describe the memory of the devices that this process has used, as their driver counts it."""
+    for driver in cuda_driver.in_use():
+        with suppress(RuntimeError):  # the device has failed
+            free, total = driver.mem_info()
+            yield {
+                "name": driver.name,
+                "own_bytes": device_bytes(driver.name),
+                "used_bytes": total - free,
+                "total_bytes": total,
+                "budget_bytes": driver.budget_bytes,
+            }
 
 
 def _device_rows() -> Iterator[Row]:

@@ -44,6 +44,7 @@ _WIDE = 110  # columns, enough for the high water
 
 # Facts that the page writes in other words, or as sums.
 _IN_WORDS = {"models", "counters", "problem", "minor_faults", "major_faults", "exec", "streams"}
+_IN_WORDS |= {"devices"}
 _OF_PROCESS = {"pid", "name", "command", "source", "n_threads", "n_entries_left_out"}
 _OF_PROCESS |= {"rss_bytes", "pss_bytes", "swapped_bytes"}
 
@@ -114,6 +115,16 @@ def _heading(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for stream in facts.get("streams", ()):
         of, budget = format_bytes(stream["resident_bytes"]), format_bytes(stream["budget_bytes"])
         yield "streams", f"{stream['path']} ({of} of a budget of {budget}; {pieces_text(stream)})"
+    for device in facts.get("devices", ()):
+        own, used, total = (
+            format_bytes(device[f"{key}_bytes"]) for key in ("own", "used", "total")
+        )
+        budget = device["budget_bytes"]
+        limit = "" if budget is None else f" of a budget of {format_bytes(budget)}"
+        yield (
+            device["name"],
+            f"{used} of {total} in use by all programs; {own} by unimem here{limit}",
+        )
     if problem := facts.get("problem"):
         yield "problem", problem
 

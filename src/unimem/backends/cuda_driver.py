@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from math import prod
 from typing import Any
 
@@ -17,7 +17,7 @@ from unimem.base.install_hint import install_hint
 from unimem.base.text import format_bytes
 from unimem.errors import CapacityError, ClosedError, PlacementError
 
-__all__ = ["Driver", "Launcher", "driver", "require", "torch"]
+__all__ = ["Driver", "Launcher", "driver", "in_use", "require", "torch"]
 
 Launcher = Callable[[tuple[int, ...], tuple[int, ...], tuple[Any, ...], int], None]
 """Launches a kernel: grid, block, arguments, stream. An array of one element goes by value."""
@@ -96,6 +96,11 @@ def driver(device: int) -> Driver:
     return found
 
 
+def in_use() -> list[Driver]:
+    """List the drivers of the devices that this process has used, by number."""
+    return [_drivers[number] for number in sorted(_drivers)]
+
+
 class _StreamAt:
     """A stream for CuPy's launches: an object with an address."""
 
@@ -103,6 +108,19 @@ class _StreamAt:
 
     def __init__(self, ptr: int) -> None:
         self.ptr = ptr
+
+
+class _Kernel:
+    """A `Launcher` of a kernel; `handle` is its CUfunction."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self.handle = int(function.ptr)
+
+    def __call__(
+        self, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], stream: int
+    ) -> None:
+        self._function(grid, block, args, stream=_StreamAt(stream))
 
 
 class _Event:
@@ -139,12 +157,16 @@ class Driver:
         The name in reports: ``"cuda:0"``.
     device_type : int
         DLPack's number of its kind.
-    copy_address : int
-        Where the driver's cuMemcpyAsync is, or 0: it costs less than a call of `copy`.
+    budget_bytes : int or None
+        The most device memory that unimem may have there.
+    copy_address, launch_address : int
+        Where the driver's cuMemcpyAsync and cuLaunchKernel are, or 0: they cost less than a call of
+        `copy`, or of a `Launcher`, whose `handle` is the function to launch.
     """
 
     device_type = _CUDA
-    copy_address = 0
+    copy_address = launch_address = 0
+    budget_bytes: int | None = None
 
     def __init__(self, device: int) -> None:
         require()
@@ -160,8 +182,11 @@ class Driver:
         self.name = f"cuda:{device}"
         self._device = cupy.cuda.Device(device)
         with suppress(OSError, AttributeError):
-            queue = ctypes.CDLL("libcuda.so.1").cuMemcpyAsync
-            self.copy_address = ctypes.cast(queue, ctypes.c_void_p).value or 0
+            library = ctypes.CDLL("libcuda.so.1")
+            self.copy_address, self.launch_address = (
+                ctypes.cast(call, ctypes.c_void_p).value or 0
+                for call in (library.cuMemcpyAsync, library.cuLaunchKernel)
+            )
 
     def use(self) -> None:
         """Make the device this thread's current one; a new thread's is device 0."""
@@ -177,13 +202,38 @@ class Driver:
         cupy.cuda.Memory
             Its address is `ptr`, a multiple of 256; it is freed with the object.
         """
+        with self._saying_full(nbytes), self._device:
+            return self._cupy.cuda.Memory(nbytes)
+
+    @contextmanager
+    def _saying_full(self, nbytes: int) -> Iterator[None]:
+        """Raise CapacityError with figures where CUDA is out of memory."""
         try:
-            with self._device:
-                return self._cupy.cuda.Memory(nbytes)
-        except self._error as error:
-            if error.status != _OUT_OF_MEMORY:
+            yield
+        except RuntimeError as error:  # of CUDA's runtime, or of its driver
+            if getattr(error, "status", None) != _OUT_OF_MEMORY:
                 raise
             raise self._full(nbytes) from error
+
+    def check_budget(self, own_bytes: int, nbytes: int) -> None:
+        """Raise CapacityError if unimem, which has some bytes, would exceed the budget."""
+        budget = self.budget_bytes
+        if budget is not None and own_bytes + nbytes > budget:
+            asked, taken, most = map(format_bytes, (nbytes, own_bytes, budget))
+            raise CapacityError(
+                f"{self.name}: asked for {asked}, but {taken} of a budget of {most} are taken: a "
+                "smaller size, or a larger unimem.cuda.set_budget",
+                budget,
+                own_bytes,
+                nbytes,
+            )
+
+    def room(self, own_bytes: int) -> tuple[int, int]:
+        """Return the bytes that unimem, which has some, can still take, and could in all."""
+        free, total = self.mem_info()
+        if self.budget_bytes is None:
+            return free, total
+        return min(free, max(0, self.budget_bytes - own_bytes)), min(total, self.budget_bytes)
 
     def _full(self, nbytes: int) -> CapacityError:
         free, total = self.mem_info()
@@ -270,7 +320,18 @@ class Driver:
 
     def to_tensor(self, array: Any) -> Any:
         """View a cupy.ndarray as a tensor of torch, which keeps its memory alive."""
-        return torch().from_dlpack(array)
+        library = torch()
+        with library.inference_mode(False):  # else it could not be written in another mode
+            return library.from_dlpack(array)
+
+    def new_tensor(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Return an uninitialised tensor of torch, or raise CapacityError."""
+        library, kind = torch(), np.dtype(dtype)
+        try:
+            device = library.device("cuda", self.id)
+            return library.empty(shape, dtype=getattr(library, kind.name), device=device)
+        except library.OutOfMemoryError as error:
+            raise self._full(prod(shape) * kind.itemsize) from error
 
     def is_array(self, x: object) -> bool:
         """Return whether it is a cupy.ndarray."""
@@ -365,6 +426,10 @@ class Driver:
             return int(protocol()[1])
         raise TypeError(f"stream: expected a CUDA stream, got {type(stream).__name__}")
 
+    def torch_stream(self) -> int:
+        """Return the cudaStream_t of torch's current stream."""
+        return int(torch().cuda.current_stream(self.id).cuda_stream)
+
     def new_stream(self) -> Any:
         """Make a stream that does not wait for the default stream."""
         with self._device:
@@ -382,6 +447,14 @@ class Driver:
     def copy(self, to: int, from_: int, nbytes: int, stream: int) -> None:
         """Queue a copy in any direction. Ranges on the device must not overlap."""
         self._runtime.memcpyAsync(to, from_, nbytes, _COPY_ANY, stream)
+
+    def copy_rows(
+        self, to: int, to_step: int, from_: int, from_step: int, shape: tuple[int, int], stream: int
+    ) -> None:
+        """Queue a copy of rows ``[n, bytes]`` that lie apart, in any direction."""
+        n, nbytes = shape
+        queue = self._runtime.memcpy2DAsync
+        queue(to, to_step, from_, from_step, nbytes, n, _COPY_ANY, stream)
 
     def fill(self, address: int, byte: int, nbytes: int, stream: int) -> None:
         """Queue filling memory with a byte."""
@@ -406,26 +479,12 @@ class Driver:
             A launcher for each name.
         """
         cuda = self._cupy.cuda
-        with self._device:
+        with self._saying_full(len(source)), self._device:
             # RawModule would append -ftz=true to our options.
             binary, _ = cuda.compiler.compile_using_nvrtc(source, ("-std=c++17", "-fmad=false"))
             module = cuda.function.Module()
             module.load(binary)
-            return {name: self._launcher(module.get_function(name)) for name in names}
-
-    def _launcher(self, function: Any) -> Launcher:
-        last = _StreamAt(0)  # most launches go to the same stream as the one before
-
-        def launch(
-            grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], stream: int
-        ) -> None:
-            nonlocal last
-            at = last
-            if at.ptr != stream:
-                last = at = _StreamAt(stream)
-            function(grid, block, args, stream=at)
-
-        return launch
+            return {name: _Kernel(module.get_function(name)) for name in names}
 
 
 # In a forked child: freeing a driver would free its kernels, which needs CUDA.

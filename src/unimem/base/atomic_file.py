@@ -17,7 +17,7 @@ from unimem.base.arguments import file_path
 from unimem.base.closing import Closing
 from unimem.base.descriptors import Descriptors
 
-__all__ = ["NewFile", "remove_unlocked", "write_text"]
+__all__ = ["NewFile", "attribute_errors", "remove_unlocked", "write_text"]
 
 TEMPORARY = ".unimem-tmp"
 """The end of the names of temporary files."""
@@ -29,8 +29,8 @@ _MAX_PREFIX = 200
 
 
 @contextlib.contextmanager
-def _attribute_errors(path: str) -> Iterator[None]:
-    """Make each OSError name the file to be written, not the temporary one."""
+def attribute_errors(path: str) -> Iterator[None]:
+    """Make each OSError name the file to be written, not none or the temporary one."""
     try:
         yield
     except OSError as error:
@@ -64,7 +64,7 @@ class NewFile(Closing):
         self._pid = os.getpid()
         # The folder's descriptor and, once it is made, the temporary file's.
         self._fds = Descriptors()
-        with _attribute_errors(self.path):
+        with attribute_errors(self.path):
             try:
                 flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
                 self._folder = self._fds.add(os.open, folder, flags)
@@ -157,7 +157,7 @@ class NewFile(Closing):
         """
         if not self._direct or nbytes == 0:
             return
-        with _attribute_errors(self.path):
+        with attribute_errors(self.path):
             try:
                 os.posix_fallocate(self._fd, 0, nbytes)
             except OSError as error:
@@ -172,7 +172,7 @@ class NewFile(Closing):
         Its address, its size and the offset are multiples of 4096, as O_DIRECT needs.
         """
         rest = data.data
-        with _attribute_errors(self.path):
+        with attribute_errors(self.path):
             while rest:
                 direct = self._direct
                 try:
@@ -195,7 +195,7 @@ class NewFile(Closing):
         After an OSError the old file is there as before, unless only the last step failed, which
         brings the change of the folder to the disk.
         """
-        with _attribute_errors(self.path):
+        with attribute_errors(self.path):
             os.fsync(self._fd)
             assert self._temporary is not None
             os.replace(

@@ -28,6 +28,7 @@ __all__ = [
     "shorten_path",
     "table_lines",
     "text_width",
+    "wide_lines",
     "wrap",
 ]
 
@@ -192,6 +193,8 @@ def escape(text: str, *, keeps_lines: bool = False) -> str:
     >>> print(escape("one\ntwo\x1b[2J"))
     one\ntwo\x1b[2J
     """
+    if text.isascii() and text.isprintable():  # nearly all are
+        return text
     return text.translate(_VISIBLE_IN_LINES if keeps_lines else _VISIBLE)
 
 
@@ -320,7 +323,6 @@ def table_lines(
     spare: Sequence[str] = (),
     styles: Sequence[Callable[[str], str]] = (),
     wraps: bool = False,
-    cuts: bool = True,
 ) -> Iterator[str]:
     """Lay out texts in columns, with bars in the rest of the line: first the head, then the rows.
 
@@ -339,9 +341,8 @@ def table_lines(
         Names of columns to leave out if cutting is not enough, the first one first.
     styles : sequence of callable
         One per row: the look of its text.
-    wraps, cuts : bool
-        Whether names of columns and texts to the left are wrapped before they are cut, and whether
-        they are cut at all.
+    wraps : bool
+        Whether names of columns and texts to the left are wrapped before they are cut.
 
     Examples
     --------
@@ -362,7 +363,7 @@ def table_lines(
     align = "<" + ">" * (len(head) - 1) if align is None else align
     texts = [[escape(text) for text in row] for row in (head, *rows)]
     widths = [max(map(text_width, column)) for column in zip(*texts, strict=True)]
-    columns = surface.width if cuts else sum(widths) + len(_GAP) * len(widths)
+    columns = surface.width
     kept = _kept(head, widths, align, spare, columns)
     texts = [[row[i] for i in kept] for row in texts]
     widths, align = [widths[i] for i in kept], "".join(align[i] for i in kept)
@@ -383,6 +384,34 @@ def table_lines(
         else:
             yield style(first.rstrip())
         yield from (style(line.rstrip()) for line in more)
+
+
+def wide_lines(
+    surface: Surface, head: Sequence[str], rows: Iterable[Sequence[str]]
+) -> Iterator[str]:
+    """Lay out visible texts in columns, all but the first to the right, however long the lines are.
+
+    A row is kept as one text, since the texts of many tensors would take too much memory.
+
+    Examples
+    --------
+    >>> for line in wide_lines(Surface(), ("tensor", "size"), [("a", "1.0 GiB")]):
+    ...     print(line)
+    tensor     size
+    a       1.0 GiB
+    """
+    widths, kept = list(map(len, head)), []
+    for row in rows:
+        kept.append("\n".join(row))
+        columns = map(len if kept[-1].isascii() else text_width, row)
+        widths = list(map(max, widths, columns))
+    align = "<" + ">" * (len(head) - 1)
+    ascii_row = _GAP.join(f"{{:{side}{width}}}" for side, width in zip(align, widths, strict=True))
+    yield surface.heading(ascii_row.format(*head))
+    for text in kept:
+        row = text.split("\n")
+        is_ascii = text.isascii()
+        yield ascii_row.format(*row) if is_ascii else _GAP.join(map(_pad, row, widths, align))
 
 
 def _lines(row: Sequence[str], widths: Sequence[int], align: str, *, wraps: bool) -> Iterator[str]:

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -45,8 +45,11 @@ from unimem.cli.options import (
     check_numa,
     parse_sampling,
     path_or_url,
+    value_option,
 )
 from unimem.errors import CacheFull, FormatError
+from unimem.governor import Governor
+from unimem.kv.store.store import KVStore
 from unimem.kv.token_ids import n_common, token_ids
 
 if TYPE_CHECKING:
@@ -119,6 +122,11 @@ class Dialogue:
 
     def _compute(self, ids: list[int]) -> None:
         """Make these tokens the content of the cache."""
+        with self.decoder._turn:  # no governor puts them aside meanwhile
+            self.decoder._bring_back()
+            self._compute_behind(ids)
+
+    def _compute_behind(self, ids: list[int]) -> None:
         decoder, kv = self.decoder, self.decoder.kv
         if len(ids) >= decoder.ctx:
             raise CacheFull(
@@ -128,9 +136,8 @@ class Dialogue:
                 kv.seq_len,
                 len(ids),
             )
-        known = decoder._forward.ids[: decoder._forward.n_known]
         # The last one is computed in any case, for its logits.
-        n_same = n_common(known, token_ids(ids[:-1]))
+        n_same = n_common(decoder.token_ids, token_ids(ids[:-1]))
         n_kept = kv.seq_len - (kv.next_position - n_same)  # a window has dropped others
         try:
             kv.crop(n_kept)
@@ -196,6 +203,14 @@ def chat(
     weights_budget: WeightsBudget = None,
     pages: PageSize = "auto",
     numa: NumaOfModel = None,
+    store: Annotated[
+        str | None,
+        value_option(
+            "DIR",
+            "Take first tokens from this store of prefixes, and put the conversation aside there "
+            "if memory is short and it waits.",
+        ),
+    ] = None,
     verbose: Verbose = False,
 ) -> None:
     """Talk with a model, whose history stays in the KV cache."""
@@ -212,20 +227,29 @@ def chat(
         numa=numa,
     )
     sampling = parse_sampling(temperature, top_k, top_p, seed)
-    converse(path_or_url(model), options, sampling, verbose=verbose)
+    converse(path_or_url(model), options, sampling, store=store, verbose=verbose)
 
 
 def converse(
-    path: Path | str, options: ModelOptions, sampling: Sampling, *, verbose: bool = False
+    path: Path | str,
+    options: ModelOptions,
+    sampling: Sampling,
+    *,
+    store: str | None = None,
+    verbose: bool = False,
 ) -> None:
     """Load a model, and answer messages from standard input until it ends."""
     tokenizer = read_tokenizer(path, options)
     with (
         Fallbacks(verbose=verbose) as fallbacks,
+        nullcontext() if store is None else KVStore(store, ram_bytes=0) as opened,
         load_layout(path, options) as layout,
-        new_decoder(layout, options, tokenizer) as decoder,
+        new_decoder(layout, options, tokenizer, opened) as decoder,
+        nullcontext() if opened is None else Governor().add(decoder) as governor,
         _lines_of_before(),
     ):
+        if governor is not None:
+            governor.start()
         talk = Dialogue(decoder, sampling)
         assert layout.plan is not None  # for_model made it
         warm(decoder, layout.plan)
@@ -242,7 +266,7 @@ def converse(
                 raise
             except KeyboardInterrupt:
                 terminal.show("\n")
-            except (OSError, RuntimeError, ValueError) as error:
+            except (CacheFull, OSError, RuntimeError, ValueError) as error:
                 terminal.show(f"{escape(str(error))}\n")
         terminal.show(_memory(talk))
 
@@ -290,6 +314,8 @@ def _read() -> str | None:
 
 def _answer(talk: Dialogue, line: str) -> None:
     flow, at_start = terminal.Flow(), True
+    if aside := talk.decoder._aside:
+        terminal.show(f"Memory was short: what was put aside is read again: {escape(str(aside))}\n")
     with closing(talk.answer(line)) as pieces:
         for piece in pieces:
             text = escape(piece, keeps_lines=True)
@@ -323,5 +349,7 @@ def _obey(talk: Dialogue, command: str, path: str = "") -> bool:
 
 def _memory(talk: Dialogue) -> str:
     lines = memory_lines(terminal.surface(), talk.decoder.report().rows)
+    if aside := talk.decoder._aside:
+        return "\n".join([*lines, "", f"put aside while memory was short: {aside}", ""])
     used = f"{talk.decoder.kv.next_position:,} of {talk.decoder.ctx:,} tokens of context used"
     return "\n".join([*lines, "", used, ""])

@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import typer
 
-from unimem.base.text import Bar, escape, format_bytes, format_count, table_lines, wrap
+from unimem.base.text import Bar, escape, format_bytes, format_count, table_lines, wide_lines, wrap
 from unimem.cli import terminal
 from unimem.cli.options import AsJson, path_or_url, value_option
 from unimem.cli.terminal import document_head
@@ -37,6 +37,7 @@ _LABEL = 12
 _PICTURE_LINES = 8  # of all files together, if they are fewer
 _CUT = " ..."
 _PART = 64  # items of a list that become JSON at once
+_T = TypeVar("_T")
 
 
 def inspect(
@@ -141,9 +142,10 @@ class _Facts:
         context = weights.metadata.get(f"{architecture}.context_length")
         counts: Counter[str] = Counter()
         n_parameters = 0
-        for tensor in weights.tensors.values():
-            counts[tensor.type] += 1
-            n_parameters += math.prod(tensor.ne)
+        for part in weights._parts:
+            for _, ne, kind, *_ in part.file.header.rows():
+                counts[kind] += 1
+                n_parameters += math.prod(ne)
         nbytes = weights.by_type()
         types = sorted(nbytes, key=lambda kind: -nbytes[kind])
         return cls(
@@ -220,12 +222,16 @@ def _show_types(weights: Contents, facts: _Facts) -> None:
 def _show_metadata(weights: Contents) -> None:
     if not weights.metadata:
         return
-    width = min(40, max(len(_named(key)) for key in weights.metadata))
     terminal.show("\n" + terminal.surface().heading("metadata") + "\n")
+    terminal.show_all(_metadata_lines(weights))
+
+
+def _metadata_lines(weights: Contents) -> Iterator[str]:
+    width = min(40, max(map(len, map(escape, weights.metadata))))
     for key, value in weights.metadata.items():
         shown = _named(key)
-        text = _brief(value, max(20, _WIDTH - 2 - max(width, len(shown))))
-        terminal.show(f"{shown.ljust(width)}  {text}\n")
+        room = _WIDTH - 2 - (width if len(shown) <= width else min(len(shown), _WIDTH - 22))
+        yield f"{shown.ljust(width)}  {_brief(value, room)}\n"
 
 
 def _named(key: str) -> str:
@@ -237,18 +243,21 @@ def _show_tensors(weights: Contents, look: Residency | None) -> None:
     head = ["name", "type", "shape", "size", "offset"]
     head += ["in RAM"] if look is not None else []
     head += ["file"] if several else []
-    rows = []
-    for tensor in weights.tensors.values():
-        shape = "x".join(map(str, tensor.shape)) or "scalar"
-        row = [tensor.name or "''", tensor.type, shape, format_bytes(tensor.nbytes)]
-        row.append(str(tensor.offset))
-        if look is not None:
-            row.append(_percent(look.tensors[tensor.name]))
-        if several:
-            row.append(Path(tensor.file).name)
-        rows.append(row)
-    lines = table_lines(terminal.surface(), head, rows, cuts=False)
-    terminal.show("\n" + "\n".join(lines) + "\n")
+
+    def rows() -> Iterator[list[str]]:
+        for part in weights._parts:
+            file = escape(Path(part.file.path).name)
+            for name, ne, kind, _, offset, nbytes in part.file.header.rows():
+                shape = "x".join(map(str, ne[::-1])) or "scalar"
+                row = [_named(name), kind, shape, format_bytes(nbytes), str(offset)]
+                if look is not None:
+                    row.append(_percent(look.tensors[name]))
+                if several:
+                    row.append(file)
+                yield row
+
+    lines = wide_lines(terminal.surface(), head, rows())
+    terminal.show_all(itertools.chain("\n", (f"{line}\n" for line in lines)))
 
 
 # ---- values -------------------------------------------------------------------------------------
@@ -256,7 +265,9 @@ def _show_tensors(weights: Contents, look: Residency | None) -> None:
 
 def _brief(value: Value, width: int) -> str:
     """Write a value in one line."""
-    if isinstance(value, (list, np.ndarray)):
+    if isinstance(value, str):
+        text = escape(value)
+    elif isinstance(value, (list, np.ndarray)):
         text = f"[{_length(value)}]"
         for item in value[:width]:
             one = f' "{escape(item)}"' if isinstance(item, str) else f" {_brief(item, width)}"
@@ -264,8 +275,8 @@ def _brief(value: Value, width: int) -> str:
                 return text + _CUT
             text += one
         return text
-    # A float32 has 7 digits.
-    text = f"{value:.7g}" if isinstance(value, float) else escape(_text(value))
+    else:  # a float32 has 7 digits
+        text = f"{value:.7g}" if isinstance(value, float) else _text(value)
     return text if len(text) <= width else text[: width - len(_CUT)].rstrip() + _CUT
 
 
@@ -276,6 +287,8 @@ def _whole(value: Value) -> str:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
     if isinstance(value, (bool, np.bool_)):
         return "true" if value else "false"
     if isinstance(value, (list, np.ndarray)):
@@ -364,8 +377,8 @@ def _percent(part: Residency) -> str:
 # ---- the JSON document --------------------------------------------------------------------------
 
 
+_SMALL = (str, int, float, np.generic)  # values that become JSON with others
 _SIZES = ("nbytes", "resident_bytes", "huge_bytes", "unknown_bytes")
-_TENSOR = ("name", "type", "nbytes", "offset", "file")
 
 
 def _document(
@@ -392,8 +405,16 @@ def _document(
         ],
         "metadata": values.items(),
         "tensors": (
-            {name: getattr(tensor, name) for name in _TENSOR} | {"shape": list(tensor.shape)}
-            for tensor in weights.tensors.values()
+            {
+                "name": name,
+                "type": kind,
+                "nbytes": nbytes,
+                "offset": offset,
+                "file": part.file.path,
+                "shape": ne[::-1],
+            }
+            for part in weights._parts
+            for name, ne, kind, _, offset, nbytes in part.file.header.rows()
         ),
         "fingerprint": weights.fingerprint,
         "content_hash": digest,
@@ -417,12 +438,11 @@ def _sizes(part: Residency) -> dict[str, Any]:
 def _pieces(value: Any) -> Iterator[str]:
     """Write JSON in pieces: a text of all may be 20 times as long as the header of the file."""
     if isinstance(value, (Mapping, ItemsView)):
-        pairs = value.items() if isinstance(value, Mapping) else value
-        named = (itertools.chain((f"{json.dumps(k)}: ",), _pieces(each)) for k, each in pairs)
-        yield from _joined("{", named, "}")
+        yield from _joined(
+            "{", _members(value.items() if isinstance(value, Mapping) else value), "}"
+        )
     elif isinstance(value, Iterator):
-        parts = iter(lambda: list(itertools.islice(value, _PART)), [])
-        yield from _joined("[", ((json.dumps(part)[1:-1],) for part in parts), "]")
+        yield from _joined("[", ((json.dumps(part)[1:-1],) for part in _parts(value)), "]")
     elif not isinstance(value, (list, np.ndarray)):
         yield json.dumps(_plain(value), allow_nan=False)
     elif len(value) and isinstance(value[0], (dict, list, np.ndarray)):
@@ -431,6 +451,21 @@ def _pieces(value: Any) -> Iterator[str]:
         parts = (list(value[i : i + _PART]) for i in range(0, len(value), _PART))
         texts = ((json.dumps(list(map(_plain, part)))[1:-1],) for part in parts)
         yield from _joined("[", texts, "]")
+
+
+def _members(pairs: Iterable[tuple[str, Any]]) -> Iterator[Iterable[str]]:
+    for is_small, run in itertools.groupby(pairs, lambda pair: isinstance(pair[1], _SMALL)):
+        if is_small:
+            for part in _parts(run):
+                small = {key: _plain(value) for key, value in part}
+                yield (json.dumps(small, allow_nan=False)[1:-1],)
+        else:
+            for key, value in run:
+                yield itertools.chain((f"{json.dumps(key)}: ",), _pieces(value))
+
+
+def _parts(items: Iterator[_T]) -> Iterator[list[_T]]:
+    return iter(lambda: list(itertools.islice(items, _PART)), [])
 
 
 def _joined(begin: str, texts: Iterable[Iterable[str]], end: str) -> Iterator[str]:

@@ -18,7 +18,7 @@ from unimem.kv.types import kv_pair
 from unimem.layout import Layout
 from unimem.planning.result import Plan
 from unimem.system.placement import Pages
-from unimem.weights.loading import EngineLoad
+from unimem.weights.loading import EngineLoad, way_of
 from unimem.weights.opened import Weights, warm_where_it_fits
 from unimem.weights.remote_files import open_files
 from unimem.weights.tensors import headers_of
@@ -57,6 +57,7 @@ def read_tokenizer(path: Path | str, options: ModelOptions) -> Tokenizer:
     from unimem.engine.model import Model, UnsupportedModel
     from unimem.engine.text.tokenizer import Tokenizer
 
+    way_of(path, options.load, options.weights_budget)  # refuses to stream from a server
     with open_files(path) as files:
         contents = headers_of(files)
         try:

@@ -1,4 +1,4 @@
-"""`unimem store`: llama.cpp's prefixes in a store, and slot files."""
+"""`unimem store`: what a store has, its pins and its damage, and slot files of llama.cpp."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import typer
 from unimem.base.text import escape, format_bytes, format_count
 from unimem.cli import terminal
 from unimem.cli.options import AsJson, number_parser, value_option
+from unimem.cli.store_chunks import ChunkWork, parse_seconds
 from unimem.cli.terminal import document_head
 from unimem.errors import FormatError
 from unimem.kv.store.store import KVStore
@@ -27,6 +28,7 @@ __all__ = ["DiskBytes", "Model", "Options", "Store", "StoreChunk", "parse_bytes"
 
 _SCHEMA = "unimem.store/1"
 _LEAST_KEY = 4
+_ON_DISK = ("show", "drop", "verify", "pin", "unpin")
 _SHOWN_TOKENS, _SHOWN_CHARACTERS = 64, 60
 
 parse_bytes = number_parser(0, 1 << 60, "8G, 500M or 0")
@@ -62,19 +64,21 @@ StoreChunk = Annotated[
 
 def store(
     action: Annotated[
-        Literal["list", "import", "export"],
+        Literal["show", "drop", "verify", "pin", "unpin", "list", "import", "export"],
         typer.Argument(
-            metavar="list|import|export",
-            help="list: show the prefixes. import: put slot files into the store. export: write a "
-            "prefix as a slot file.",
+            metavar="ACTION",
+            help="show: what is on the disk, by model. drop: remove conversations. verify: read "
+            "and check every chunk. pin: keep conversations whatever room is needed. list: show "
+            "llama.cpp's prefixes. import: put slot files into the store. export: write a prefix "
+            "as a slot file.",
         ),
     ],
     what: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="FILE|KEY FILE",
-            help="import: slot files. export: the beginning of a key, as list shows it, and the "
-            "file to write.",
+            metavar="KEY|all|FILE|KEY FILE",
+            help="drop, pin, unpin: the beginnings of keys, as show or list shows them, or all. "
+            "import: slot files. export: the beginning of a key, and the file to write.",
             show_default=False,
         ),
     ] = None,
@@ -95,28 +99,62 @@ def store(
     ] = 1,
     disk_bytes: DiskBytes = None,
     chunk_tokens: StoreChunk = 256,
+    pinned_for: Annotated[
+        float | None,
+        value_option(
+            "TIME",
+            "With pin: how long, as 30d, 12h or 90m. [default: for ever]",
+            "--for",
+            parser=parse_seconds,
+        ),
+    ] = None,
+    unused: Annotated[
+        float | None,
+        value_option("TIME", "With drop: what was not used for this long.", parser=parse_seconds),
+    ] = None,
+    drops: Annotated[
+        bool, typer.Option("--drop", help="With verify, remove damaged chunks.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show or exchange llama.cpp's prefixes in a store.
+    """Show, check, drop, pin and exchange stored prefixes.
 
     `unimem cache` has repacked models.
     """
     words = what or []
     if folder is None:
         raise typer.BadParameter("expected --store with a folder or a URL")
-    if action != "list" and model is None:
+    if action in ("import", "export") and model is None:
         raise typer.BadParameter(f"{action}: expected --model with the GGUF file of the states")
-    expected = {"list": not words, "import": len(words) > 0, "export": len(words) == 2}
-    if not expected[action]:
-        needs = {"list": "nothing", "import": "slot files", "export": "KEY and FILE"}[action]
+    is_fit, needs = {
+        "import": (len(words) > 0, "slot files"),
+        "export": (len(words) == 2, "KEY and FILE"),
+        "drop": (bool(words) != (unused is not None), "KEY, all or --unused"),
+        "pin": (len(words) > 0, "KEY or all"),
+        "unpin": (len(words) > 0, "KEY or all"),
+    }.get(action, (not words, "nothing"))
+    if not is_fit:
         raise typer.BadParameter(f"{action}: expected {needs} behind it, got {' '.join(words)!r}")
+    for option, is_given, of in (
+        ("--for", pinned_for is not None, "pin"),
+        ("--unused", unused is not None, "drop"),
+        ("--drop", drops, "verify"),
+    ):
+        if is_given and action != of:
+            raise typer.BadParameter(f"{option} is for {of}")
     if disk_bytes == 0 and not is_url(folder):
         raise typer.BadParameter(
             f"--disk-bytes: expected more than 0 for a folder, got 0: {folder}"
         )
+    if not is_url(folder) and action in _ON_DISK and not Path(folder).is_dir():
+        raise NotADirectoryError(f"{folder}: expected the folder of a store")
     digest = None if model is None else model_hash(model)
     with KVStore(folder, ram_bytes=0, disk_bytes=disk_bytes, chunk_tokens=chunk_tokens) as opened:
-        if action == "list":
+        if action in _ON_DISK:
+            ChunkWork(opened, digest, as_json=as_json).run(
+                action, words, pinned_for or unused, drops=drops
+            )
+        elif action == "list":
             _list(opened, model, stored_prefixes(opened, model=digest), as_json)
         elif action == "import":
             assert digest is not None

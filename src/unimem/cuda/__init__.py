@@ -9,7 +9,7 @@ from unimem.backends import cuda_driver as _gpu
 _gpu.require()
 
 # ruff: noqa: E402 - the imports below need a device
-from unimem.cuda.block import CAPABILITIES, Block
+from unimem.cuda.block import CAPABILITIES, Block, set_budget
 from unimem.cuda.buffers import DecodeBuffers
 from unimem.cuda.grid import Grid
 from unimem.cuda.kv import KVCache
@@ -26,4 +26,5 @@ __all__ = [
     "Layout",
     "Scratchpad",
     "Tape",
+    "set_budget",
 ]

@@ -13,14 +13,14 @@ from typing import Any, NoReturn, Self, Unpack
 
 from unimem._core.arrays import array_within, checked_nbytes
 from unimem._core.block import Block as HostBlock
-from unimem._core.status import DeviceEntry, row_name
+from unimem._core.status import DeviceEntry, device_bytes, row_name
 from unimem.backends import cuda_driver
 from unimem.base.arguments import flag, string
 from unimem.base.text import format_bytes
 from unimem.errors import ClosedError
 from unimem.system.placement import Placement, PlacementOptions, check_placement
 
-__all__ = ["CAPABILITIES", "Block", "refuse_placement", "unsupported"]
+__all__ = ["CAPABILITIES", "Block", "refuse_placement", "set_budget", "unsupported"]
 
 CAPABILITIES: dict[str, bool] = {
     "advise": False,
@@ -40,7 +40,7 @@ CAPABILITIES: dict[str, bool] = {
     "restore by mapping": False,
     "ring": False,
     "rotation": False,
-    "rows by head": False,
+    "rows by head": True,
     "sealed_copy": False,
     "states": False,
 }
@@ -59,6 +59,32 @@ def unsupported(capability: str, what: str, instead: str) -> NoReturn:
     """Raise NotImplementedError for a capability that a device lacks, and name an alternative."""
     assert not CAPABILITIES[capability]
     raise NotImplementedError(f"{what} is not supported on a GPU: {instead}")
+
+
+def set_budget(nbytes: int | str | None, *, device: int = 0) -> None:
+    """Limit the device memory that unimem takes in this process.
+
+    Blocks, and all that is made of them, raise CapacityError instead of exceeding it; `plan` and
+    `Layout.for_model` count with what is left of it. Memory that CuPy, torch and CUDA take
+    themselves does not count, nor pinned memory. Threads that allocate at once may exceed it by
+    one of their blocks.
+
+    Parameters
+    ----------
+    nbytes : int, str or None
+        The limit in bytes, or such as ``"40G"``; None: what the device has.
+    device : int, default 0
+        CUDA's number of the GPU.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A wrong size or device.
+    ClosedError
+        The parent of this forked process used CUDA.
+    """
+    limit = None if nbytes is None else checked_nbytes(nbytes, "nbytes", 1)
+    cuda_driver.driver(device).budget_bytes = limit
 
 
 def refuse_placement(
@@ -92,6 +118,7 @@ class _Memory:
         if pinned:
             self._pin(HostBlock(nbytes, name=name, category=category, **placement))
         else:
+            driver.check_budget(device_bytes(driver.name), nbytes)
             self._allocation = driver.allocate(nbytes)
             self.address = int(self._allocation.ptr)
             self._entry = DeviceEntry(driver.name, category, nbytes)

@@ -22,8 +22,8 @@ class Grid(DeviceGrid):
 
     Parameters
     ----------
-    cell_bytes : int
-        Size of a cell; cells lie at multiples of 64 bytes.
+    cell_bytes : int or str
+        Size of a cell, in bytes or as ``"64K"``; cells lie at multiples of 64 bytes.
     n_cells : int
         Number of cells, below 2**32 - 2.
     name, category, device, pinned, **placement
@@ -53,7 +53,7 @@ class Grid(DeviceGrid):
 
     def __init__(
         self,
-        cell_bytes: int,
+        cell_bytes: int | str,
         n_cells: int,
         *,
         name: str | None = None,

@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from os import PathLike
 from typing import Any, Literal, Self, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
-from unimem._core.block import Block
+from unimem._core.block import Block as HostBlock
 from unimem.backends import cuda_driver
 from unimem.base.arguments import flag, integer, one_of
-from unimem.cuda.block import refuse_placement, unsupported
-from unimem.cuda.kernels import Five, RowKernels, Rows, Tokens
+from unimem.cuda.block import Block, refuse_placement, unsupported
+from unimem.cuda.kernels import row_kernels
 from unimem.cuda.tape import Tape
 from unimem.kv import snapshot
 from unimem.kv.cache.device import KVDevice
 from unimem.kv.cache.spec import KVSpec
 from unimem.kv.layer_specs import LayerState
-from unimem.kv.types import block_bytes, block_values, kv_type
+from unimem.kv.types import block_values, kv_type
 from unimem.system.placement import PlacementOptions, check_placement
 
 __all__ = ["KVCache"]
-
-# A q8_0 block of 32 values, which kernels copy as 17 float16.
-_BLOCK_BYTES = block_bytes("q8_0")
-
-Span = tuple[int, int, int, int, int]
-"""Tokens, first layer, layers, first row, and the address of an int32 that is that row, or 0."""
 
 
 class KVCache(KVDevice):
@@ -39,7 +34,8 @@ class KVCache(KVDevice):
     errors, which are kept on the host. Work on the memory is queued on a stream: no call waits or
     allocates. A token counts as soon as its rows are queued: a reader on another stream must wait
     for these first (an event). Appends take a stream; all other copies (`trim_to` with
-    `keep_first`, tokens that a `reserve` moves, `copy`, `save`) use CuPy's current one.
+    `keep_first`, tokens that a `reserve` moves, `copy`, `save`, those of a `KVStore`) use CuPy's
+    current one, or torch's with ``arrays="torch"``.
 
     Trimming moves no byte: the tokens begin at a later row. When the last row is used they move to
     the first, in pieces as long as the free rows there: trim a good part at once, not token by
@@ -52,12 +48,10 @@ class KVCache(KVDevice):
 
     Parameters
     ----------
-    n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, budget_bytes
+    n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, order, budget_bytes
         As for `unimem.KVCache`.
     window, spare_rows, grow, rotate, layers
         Not supported on a device.
-    order : {"token"}
-        A device has no other order.
     tape : cuda.Tape, optional
         Where the storage is taken, such as ``layout.history``; by default a block of its own.
     arrays : {"cupy", "torch"}
@@ -68,7 +62,7 @@ class KVCache(KVDevice):
 
     Attributes
     ----------
-    dtype, v_dtype, name, budget_bytes : str, str, str, int or None
+    dtype, v_dtype, order, name, budget_bytes : str, str, str, str, int or None
         As for `unimem.KVCache`.
     arrays : str
         As given.
@@ -138,8 +132,6 @@ class KVCache(KVDevice):
         if flag(rotate, "rotate"):
             what = "KVCache: rotated heads (rotate=True)"
             unsupported("rotation", what, "tokens that are rotated already")
-        if one_of(order, "order", ("token", "head")) == "head":
-            unsupported("rows by head", "KVCache: rows by head (order='head')", "order='token'")
         if block_values(kind := kv_type(dtype)) > 1 and kind != "q8_0":
             unsupported("fewer bits", f"KVCache: dtype={kind!r}", "dtype='q8_0'")
         self.arrays = one_of(arrays, "arrays", ("cupy", "torch"))
@@ -149,7 +141,7 @@ class KVCache(KVDevice):
                 "'torch': torch.from_dlpack takes what layer(i, dtype='float16') returns"
             )
         dims = n_layers, n_kv_heads, head_dim, max_seq_len
-        spec = KVSpec(*dims, batch, dtype, budget_bytes=budget_bytes, name=name)
+        spec = KVSpec(*dims, batch, dtype, order=order, budget_bytes=budget_bytes, name=name)
         nbytes = self._plan(spec)
         if tape is not None:
             if not isinstance(tape, Tape):
@@ -158,6 +150,7 @@ class KVCache(KVDevice):
         driver = cuda_driver.driver(device) if tape is None else tape.block._driver
         self._made_with: dict[str, Any] = {
             "arrays": self.arrays,
+            "order": self.order,
             "device": driver.id,
             "pinned": pinned,
             **placement,
@@ -165,8 +158,8 @@ class KVCache(KVDevice):
         if self.arrays == "torch":
             cuda_driver.torch()
         # Compile before taking memory: the compiler may fail.
-        self._kernels = RowKernels(driver, self.dtype)
-        self._blocks = RowKernels(driver, "f16") if self.dtype == "q8_0" else None
+        self._kernels = row_kernels(driver, self.dtype)
+        self._blocks = row_kernels(driver, "f16") if self.dtype == "q8_0" else None
         self._arriving: list[tuple[int, npt.NDArray[np.uint8]]] = []
         if tape is not None:
             self._place(tape, driver, owns_tape=False)
@@ -181,6 +174,11 @@ class KVCache(KVDevice):
                 raise
 
     __signature__ = inspect.signature(__init__)  # __new__ would hide it
+
+    def _current_stream(self) -> int:
+        """Return the stream of all that is given none."""
+        driver: cuda_driver.Driver = self._driver
+        return driver.torch_stream() if self.arrays == "torch" else driver.stream()
 
     # ---- appending ----
 
@@ -230,35 +228,6 @@ class KVCache(KVDevice):
         """
         self._append_at(layer, k, v, row, stream)
 
-    def _write(
-        self, k: int, v: int, k_steps: Five, v_steps: Five, given: str, span: Span, stream: int
-    ) -> None:
-        """Queue the kernel for tokens."""
-        n, layer, n_layers, row, row_address = span
-        batch, heads, dim, lane = self.batch, self.n_kv_heads, self.head_dim, self.lane_stride
-        k_out = self._lane(layer, "k", 0)
-        v_out = k_out + batch * lane
-        kernels, sizes = self._kernels, (n_layers, batch, heads, n, dim)
-        outs = (2 * batch * lane, lane)
-        if self._blocks is not None and given == "q8_0":
-            # Blocks are copied: to the kernel a block is a head of 17 float16, a head is a layer,
-            # and layers or streams, one of which is 1, are streams.
-            kernels, given = self._blocks, "f16"
-            sizes = (heads, n_layers * batch, dim // 32, n, _BLOCK_BYTES // 2)
-            which = 0 if n_layers > 1 else 1
-            k_steps, v_steps = _steps_of_blocks(k_steps, which), _steps_of_blocks(v_steps, which)
-            outs = (dim // 32 * _BLOCK_BYTES, outs[which])
-
-        def launch(k: int, v: int, steps: Five, k_out: int, v_out: int) -> None:
-            rows = Rows(k_out, v_out, *outs, self.row_bytes, row, self.n_rows, row_address)
-            kernels.append(Tokens(k, v, given, sizes, steps), rows, stream)
-
-        if k_steps == v_steps:
-            launch(k, v, k_steps, k_out, v_out)
-        else:
-            launch(k, 0, k_steps, k_out, 0)
-            launch(v, 0, v_steps, v_out, 0)
-
     # ---- reading ----
 
     def layer(
@@ -305,14 +274,18 @@ class KVCache(KVDevice):
                 raise ValueError("out: expected together with dtype")
             if self.arrays == "cupy":
                 return self._view(layer, False, row, n), self._view(layer, True, row, n)
-            whole = self._whole.get(layer)
-            if whole is None:
-                k, v = (self._view(layer, part, 0, self.n_rows) for part in (False, True))
-                to_tensor = self._driver.to_tensor
-                whole = self._whole[layer] = to_tensor(k), to_tensor(v)
-            k, v = whole
+            k, v = self._tensors(layer)
             return k.narrow(2, row, n), v.narrow(2, row, n)
         return self._while_held(lambda: self._convert(i, dtype, out, stream))
+
+    def _tensors(self, layer: int) -> tuple[Any, Any]:
+        """Return tensors of all rows of K and V, which are made once; of q8_0 their bytes."""
+        whole: tuple[Any, Any] | None = self._whole.get(layer)
+        if whole is None:
+            k, v = (self._view(layer, part, 0, self.n_rows) for part in (False, True))
+            to_tensor = self._driver.to_tensor
+            whole = self._whole[layer] = to_tensor(k), to_tensor(v)
+        return whole
 
     def _convert(
         self, i: int, dtype: npt.DTypeLike, out: tuple[Any, Any] | None, stream: Any
@@ -321,15 +294,16 @@ class KVCache(KVDevice):
         wanted, kernel_type = self._wanted(dtype)
         shape = (self.batch, self.n_kv_heads, n, self.head_dim)
         driver = self._driver
-        queue = driver.stream(stream)
-        is_new = out is None
+        here = self._current_stream()
+        queue = here if stream is None else driver.stream(stream)
         if out is None:
             # Work in the current stream may still use what the pool gives.
-            if queue != driver.stream():
-                raise ValueError(
-                    "out: expected together with a stream that is not CuPy's current one"
-                )
-            out = driver.empty(shape, wanted), driver.empty(shape, wanted)
+            if queue != here:
+                raise ValueError("out: expected together with a stream that is not the current one")
+            make = driver.new_tensor if self.arrays == "torch" else driver.empty
+            out = make(shape, wanted), make(shape, wanted)
+            self._read(layer, row, n, out, kernel_type, queue)
+            return out
         if not isinstance(out, Sequence):
             raise TypeError(f"out: expected two CuPy arrays, got {type(out).__name__}")
         if len(out) != 2:
@@ -342,28 +316,37 @@ class KVCache(KVDevice):
                     f"out: expected two C-contiguous arrays of shape {shape} and dtype {wanted}, "
                     f"got {target.shape} and {target.dtype}"
                 )
-        first_lane, step = self._lane(layer, "k", 0), self.batch * self.lane_stride
-        for lane, target in zip((first_lane, first_lane + step), out, strict=True):
-            to, strides = target.data.ptr, (self.lane_stride, self.row_bytes)
-            self._kernels.read(lane, to, kernel_type, shape, *strides, row, queue)
-        if is_new and self.arrays == "torch":
-            return driver.to_tensor(out[0]), driver.to_tensor(out[1])
+        self._read(layer, row, n, out, kernel_type, queue)
         return out
+
+    def _read(
+        self, layer: int, row: int, n: int, out: Sequence[Any], kernel_type: str, queue: int
+    ) -> None:
+        """Queue a kernel that converts rows into arrays, for K and for V."""
+        first_lane, lanes = self._lane(layer, "k", 0), self._lanes_per_stream
+        step = self.batch * lanes * self.lane_stride
+        strides = self.lane_stride, self.row_bytes // lanes
+        sizes = self.batch * lanes, self.n_kv_heads // lanes, n, self.head_dim
+        for lane, target in zip((first_lane, first_lane + step), out, strict=True):
+            to = target.data_ptr() if hasattr(target, "data_ptr") else target.data.ptr
+            self._kernels.read(lane, to, kernel_type, sizes, *strides, row, queue)
 
     def _view(self, layer: int, v: bool, row: int, n: int) -> Any:
         address, owner = self._window(layer, v, row, n)
-        head_bytes = self.row_bytes // self.n_kv_heads
-        item = self._dtype.itemsize
-        memory = self._driver.memory(
-            address, (self.batch - 1) * self.lane_stride + n * self.row_bytes, owner
-        )
-        return self._driver.array(
-            memory,
-            0,
-            (self.batch, self.n_kv_heads, n, head_bytes // item),
-            self._dtype,
-            (self.lane_stride, head_bytes, self.row_bytes, item),
-        )
+        head_bytes, lanes = self.row_bytes // self.n_kv_heads, self._lanes_per_stream
+        row_bytes, dtype = self.row_bytes // lanes, self._dtype
+        if self.arrays == "torch" and dtype.names:
+            dtype = np.dtype(np.uint8)  # torch has no blocks
+        item = dtype.itemsize
+        nbytes = (self.batch * lanes - 1) * self.lane_stride + n * row_bytes
+        shape = self.batch, self.n_kv_heads, n, head_bytes // item
+        strides = lanes * self.lane_stride, self.lane_stride if lanes > 1 else head_bytes, row_bytes
+        memory = self._driver.memory(address, nbytes, owner)
+        return self._driver.array(memory, 0, shape, dtype, (*strides, item))
+
+    @property
+    def _lanes_per_stream(self) -> int:
+        return self.n_kv_heads if self.order == "head" else 1
 
     # ---- forgetting ----
 
@@ -417,10 +400,11 @@ class KVCache(KVDevice):
             **self._made_with,
         )
         try:
+            other.arrays = self.arrays
             other._begin_restore(position, n)
-            stream = self._driver.stream()
+            stream = self._current_stream()
             for lane in self._lanes():
-                to, nbytes = other._lane(*lane), n * self.row_bytes
+                to, nbytes = other._lane(*lane), n * self.row_bytes // self._lanes_per_stream
                 self._driver.copy(to, self._first_address(*lane), nbytes, stream)
             other._finish_restore(position, n)
         except BaseException:
@@ -515,16 +499,44 @@ class KVCache(KVDevice):
 
     def _first_address(self, layer: int, part: Literal["k", "v"], stream: int) -> int:
         """Return the address of the first token that all layers hold, in one lane."""
-        return self._lane(layer, part, stream) + self._first_row() * self.row_bytes
+        row_bytes = self.row_bytes // self._lanes_per_stream
+        return self._lane(layer, part, stream) + self._first_row() * row_bytes
 
     def _rows(self, layer: int, part: Literal["k", "v"], stream: int) -> npt.NDArray[np.uint8]:
         """Copy the tokens of one lane to main memory."""
-        rows = _host_rows(self.seq_len * self.row_bytes)
-        queue = self._driver.stream()
+        rows = _host_rows(self.seq_len * self.row_bytes // self._lanes_per_stream)
+        queue = self._current_stream()
         begin = self._first_address(layer, part, stream)
         self._driver.copy(rows.ctypes.data, begin, rows.nbytes, queue)
         self._driver.synchronize(queue)
         return rows
+
+    @contextmanager
+    def _pinned(self, nbytes: int) -> Iterator[npt.NDArray[np.uint8]]:
+        """Take main memory that the device reads and writes by itself."""
+        with Block(
+            nbytes, device=self._driver.id, pinned=True, name="chunk", category="staging"
+        ) as block:
+            host: Any = block.host
+            yield host.as_array("uint8", nbytes)
+
+    def _copy_chunk(
+        self, first: int, lanes: Sequence[npt.NDArray[np.uint8]], *, to_device: bool
+    ) -> None:
+        """Copy tokens between the rows from a position on, and pinned memory; wait for it.
+
+        `lanes` are K and V of each layer, ``[tokens, bytes of all heads]``.
+        """
+        queue, n_lanes = self._current_stream(), self._lanes_per_stream
+        row_bytes, row = self.row_bytes // n_lanes, self.row_of(first)
+        for number, rows in enumerate(lanes):
+            part: Literal["k", "v"] = "v" if number % 2 else "k"
+            for head in range(n_lanes):
+                there = self._lane(number // 2, part, head) + row * row_bytes, row_bytes
+                here = rows.ctypes.data + head * row_bytes, self.row_bytes
+                ways = (*there, *here) if to_device else (*here, *there)
+                self._driver.copy_rows(*ways, (len(rows), row_bytes), queue)
+        self._driver.synchronize(queue)
 
     def _begin_restore(self, next_position: int, n: int) -> None:
         self._arriving = []
@@ -534,12 +546,12 @@ class KVCache(KVDevice):
         self, layer: int, part: Literal["k", "v"], stream: int, n: int, next_position: int
     ) -> npt.NDArray[np.uint8]:
         """Return main memory for the tokens of one lane, from which `_finish_restore` copies."""
-        rows = _host_rows(n * self.row_bytes)
+        rows = _host_rows(n * self.row_bytes // self._lanes_per_stream)
         self._arriving.append((self._lane(layer, part, stream), rows))
         return rows
 
     def _finish_restore(self, next_position: int, n: int) -> None:
-        queue = self._driver.stream()
+        queue = self._current_stream()
         for address, rows in self._arriving:
             self._driver.copy(address, rows.ctypes.data, rows.nbytes, queue)
         if self._arriving:
@@ -564,11 +576,6 @@ def _check_restorable(there: snapshot.Snapshot | snapshot.LayersSnapshot) -> Non
         unsupported("fewer bits", f"{this} {there.dtype} and {there.v_dtype}", instead)
 
 
-def _steps_of_blocks(steps: Five, which: int) -> Five:
-    _, _, heads, tokens, blocks = steps
-    return heads, steps[which], blocks, tokens, 2
-
-
 def _host_rows(nbytes: int) -> npt.NDArray[np.uint8]:
-    with Block(nbytes, pages="4k", name="snapshot", category="staging") as block:
+    with HostBlock(nbytes, pages="4k", name="snapshot", category="staging") as block:
         return block.as_array("uint8", nbytes)

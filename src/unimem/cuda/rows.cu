@@ -4,8 +4,7 @@
 // option of the compiler (fused multiply-add, fast division) changes a bit. A test compiles this
 // source for the CPU and compares; hence no include, and no warp-wide operation.
 //
-// A kernel takes one structure of 64-bit integers, by value: a launch from Python passes one NumPy
-// array, which costs less than separate integers.
+// A kernel takes one structure of 64-bit integers, by value, as row_kernels.pyx fills it.
 
 typedef long long i64;
 typedef unsigned long long u64;
@@ -162,10 +161,14 @@ template <class To> __device__ inline void get(q8_0, To, char *out, const char *
 
 // ---- kernels ----
 
+struct Strides {
+    i64 layer, stream, head, token, value;
+};
+
 struct Append {
     u64 k, v, k_out, v_out;
     i64 layers, streams, heads, n, dim;
-    i64 layer_stride, stream_stride, head_stride, token_stride, value_stride;
+    Strides k_strides, v_strides;
     i64 out_layer_stride, out_lane_stride, row_bytes, row, n_rows;
     u64 row_address;
 };
@@ -186,7 +189,8 @@ template <class From, class To> __device__ inline void append_rows(const Append 
         i64 part = z / n_lanes, layer = z % n_lanes / a.streams, stream = z % a.streams;
         const char *given = (const char *)(part == 0 ? a.k : a.v);
         char *lane = (char *)(part == 0 ? a.k_out : a.v_out);
-        given += layer * a.layer_stride + stream * a.stream_stride;
+        const Strides strides = part == 0 ? a.k_strides : a.v_strides;
+        given += layer * strides.layer + stream * strides.stream;
         lane += layer * a.out_layer_stride + stream * a.out_lane_stride;
         for (i64 y = blockIdx.y * (i64)blockDim.y + threadIdx.y; y < a.n * a.heads;
              y += gridDim.y * (i64)blockDim.y) {
@@ -194,12 +198,12 @@ template <class From, class To> __device__ inline void append_rows(const Append 
             if (at < 0 || at >= a.n_rows) {
                 continue;
             }
-            const char *in = given + head * a.head_stride + token * a.token_stride;
+            const char *in = given + head * strides.head + token * strides.token;
             char *out = lane + at * a.row_bytes + head * n_units * To::BYTES;
             for (i64 x = blockIdx.x * (i64)blockDim.x + threadIdx.x; x < n_units;
                  x += gridDim.x * (i64)blockDim.x) {
-                put(From(), To(), out + x * To::BYTES, in + x * To::VALUES * a.value_stride,
-                    a.value_stride);
+                put(From(), To(), out + x * To::BYTES, in + x * To::VALUES * strides.value,
+                    strides.value);
             }
         }
     }

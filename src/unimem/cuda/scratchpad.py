@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from unimem.backends import cuda_driver
 from unimem.cuda.block import refuse_placement
-from unimem.cuda.kernels import RowKernels
+from unimem.cuda.kernels import row_kernels
 from unimem.cuda.tape import Tape
 from unimem.kv.scratchpad import DeviceScratchpad
 from unimem.system.placement import PlacementOptions
@@ -74,7 +74,7 @@ class Scratchpad(DeviceScratchpad):
         nbytes, stored = self._prepare(max_seq_len, dim, dtype, name)
         if tape is None:
             # Compile before taking memory: the compiler may fail.
-            kernels = RowKernels(cuda_driver.driver(device), stored)
+            kernels = row_kernels(cuda_driver.driver(device), stored)
             own = Tape(
                 nbytes, name=self.name, category="kv", device=device, pinned=pinned, **placement
             )
@@ -83,4 +83,4 @@ class Scratchpad(DeviceScratchpad):
         Tape._require(tape)
         refuse_placement("tape", tape.block.device, device, pinned, placement)
         driver = tape.block._driver
-        super().__init__(tape, driver, RowKernels(driver, stored), owns_tape=False)
+        super().__init__(tape, driver, row_kernels(driver, stored), owns_tape=False)

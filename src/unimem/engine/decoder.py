@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Self
@@ -21,6 +22,7 @@ from unimem.engine.graph import Arrays, Graph, Headers, view
 from unimem.engine.history import History
 from unimem.engine.memory_report import list_parts, make_report
 from unimem.engine.model_memory import DecoderOptions, ModelMemory
+from unimem.engine.put_aside import PutAside
 from unimem.engine.sampling import Sampling
 from unimem.engine.stored_prefixes import Prefixes, model_name
 from unimem.engine.streamed import header_of
@@ -34,6 +36,7 @@ from unimem.kv.types import GGML_TYPES, kv_pair
 from unimem.layout import Layout
 from unimem.models.dims import ModelDims
 from unimem.planning.needs import prompt_batch
+from unimem.system import policy
 from unimem.weights.loading import EngineLoad, Progress
 from unimem.weights.opened import Weights
 
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
 __all__ = ["Decoder"]
 
 _TURN_SECONDS = 1.0  # `give_back` waits this long for the token of another thread
+_IDLE_NS = 10 * 10**9  # a conversation without a token for this long is idle
 _MOST_POSITIONS = 2**31 - 1  # ggml counts them in 32 bits
 
 
@@ -156,6 +160,8 @@ class Decoder:
     ) -> None:
         self._closed = True
         self._turn = Turn()
+        self._aside: PutAside | None = None
+        self._store = store
         self._owns_layout = layout is None
         self.window = window
         asked = DecoderOptions(ctx, kv_dtype, rotate, window, threads, layout, numa, weights_budget)
@@ -193,7 +199,6 @@ class Decoder:
             self._memory.end(type(error))
             raise
         self._tokenizer: Tokenizer | None = None
-        self._n_talks = 0  # so that an old generator notices a new conversation
         self._forward.tally = self._tally = Tally(self.kv.address(0, "k"))
         self._closed = False
         ledger.enter(self, ledger.sizes_of(self._parts))
@@ -312,6 +317,16 @@ class Decoder:
         block = self.layout.scratch.block
         return block.as_array("float32", self.dims.vocab_size, self._logits_address - block.address)
 
+    @property
+    def token_ids(self) -> NDArray[np.int32]:
+        """int32 [n]: the ids of the tokens so far, by position; a copy.
+
+        It ends before the first id that is unknown, such as that of a token whose K and V another
+        writer appended to the cache, and where `kv` was cropped.
+        """
+        self._check_open()
+        return self._forward.ids[: self._forward.n_known].copy()
+
     def addresses(self) -> dict[str, int]:
         """Return the address of every buffer that a step uses; addresses never change.
 
@@ -355,6 +370,104 @@ class Decoder:
             return 0 if self._closed else self.kv.give_back()
         finally:
             self._turn.give()
+
+    def put_aside(self, store: KVStore | None = None) -> int:
+        """Move the conversation to the disk of a store, and give the memory of the KV cache back.
+
+        The next `prefill` or `generate_next_token`, and a `generate` that goes on, read it again by
+        themselves, byte for byte; `kv` is empty meanwhile. If the store has dropped or lost it by
+        then, its tokens are computed anew, with a `PlacementWarning`. A `Governor` puts idle
+        conversations aside when memory is short.
+
+        Parameters
+        ----------
+        store : KVStore, optional
+            A store with a disk or a server, which stays open as long as the decoder; by default the
+            decoder's own.
+
+        Returns
+        -------
+        int
+            Bytes that were given back, as of `KVCache.give_back`: 0 if views of the cache exist, or
+            the conversation is put aside already.
+
+        Raises
+        ------
+        ValueError, TypeError
+            There is no store, or it has neither disk nor server.
+        RuntimeError
+            There are no tokens, or `kv` holds some that this decoder did not compute, or was
+            trimmed. Nothing is put aside.
+        CapacityError, OSError
+            The store has no room, or fails. Nothing is put aside.
+        """
+        chosen = self._store if store is None else store
+        if not isinstance(chosen, KVStore):
+            raise TypeError(f"store: expected a unimem.KVStore, got {chosen!r:.60}")
+        with self._turn:
+            self._check_open()
+            return self._put_aside(chosen)
+
+    def _put_aside(self, store: KVStore) -> int:
+        """Do so, in the decoder's turn."""
+        if self._aside is not None:
+            return 0
+        n = self._known_tokens()
+        if not self._history.is_cut and n != self.kv.seq_len:
+            raise RuntimeError("tokens were trimmed: the conversation cannot be put aside")
+        model = model_name(self.weights)
+        aside = PutAside(store, self._history, self._forward.ids[:n], model)
+        try:
+            self.kv.clear()
+        except BaseException:
+            aside.drop()
+            raise
+        self._set_aside(aside)
+        self._tally.hold(0, 0)
+        return self.kv.give_back()
+
+    def _put_aside_if_idle(self) -> int:
+        """Put the conversation aside if the decoder has a store and computes no token."""
+        forward = self._forward
+        if self._store is None or self._closed or self._store.closed:
+            return 0
+        if time.monotonic_ns() - forward.computed_ns < _IDLE_NS or not self._turn.take(0):
+            return 0
+        try:
+            if self._closed or self.kv.is_empty or forward.n_known < self.kv.next_position:
+                return 0
+            return self._put_aside(self._store)
+        finally:
+            self._turn.give()
+
+    def _set_aside(self, aside: PutAside | None) -> None:
+        self._aside = aside
+        self._forward.bring_back = None if aside is None else self._bring_back
+
+    def _bring_back(self) -> None:
+        """Restore a conversation that was put aside, in the decoder's turn."""
+        aside = self._aside
+        if aside is None:
+            return
+        self._set_aside(None)
+        try:
+            if aside.restore(self._history):
+                self._forward.note_ids(0, aside.ids)
+            else:
+                self.kv.clear()
+                policy.warn(f"tokens that were put aside are lost, and computed anew: {aside}")
+                self._compute(aside.ids, in_batches=True)
+        except BaseException:
+            self.kv.clear()
+            self._set_aside(aside)
+            raise
+        aside.drop()
+        self._tally.hold(self.kv.memory_usage_bytes, self.kv.seq_len)
+
+    def _drop_aside(self) -> None:
+        if self._aside is not None:
+            self._aside.drop()
+            self._set_aside(None)
 
     def report(self) -> Report:
         """Report what the decoder's memory is for, with facts of the model and of ggml.
@@ -408,6 +521,7 @@ class Decoder:
             if self._closed:
                 return
             self._closed = True
+            self._drop_aside()
             self._forward.close()
             self._free()
             self._held = []
@@ -447,10 +561,8 @@ class Decoder:
         if self._closed:
             return "Decoder(closed)"
         threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
-        return (
-            f"Decoder({self._model.arch}, {self.dims.num_layers} layers, "
-            f"{self.kv.seq_len} of {self.ctx} tokens, {threads})"
-        )
+        used = f"{self.kv.seq_len} of {self.ctx} tokens" if self._aside is None else "put aside"
+        return f"Decoder({self._model.arch}, {self.dims.num_layers} layers, {used}, {threads})"
 
     # ---- text ---------------------------------------------------------------------------------
 
@@ -502,16 +614,21 @@ class Decoder:
         Unless their hash is remembered (docs/identity.md), all weights are read for it.
         """
         with self._turn:
-            n = self.kv.next_position
-            if self.kv.is_empty:
-                raise RuntimeError("there is nothing to save: prefill tokens first")
-            known = self._forward.n_known
-            if n > known:
-                raise RuntimeError(
-                    f"the ids of the tokens at positions {known} to {n - 1} are not known, since "
-                    "this decoder did not compute them: save them with kv.save(path, tokens=...)"
-                )
+            self._bring_back()
+            n = self._known_tokens()
             self.kv.save(path, tokens=self._forward.ids[:n], model=model_name(self.weights))
+
+    def _known_tokens(self) -> int:
+        """Return the position of the next token; refuse a cache with tokens of unknown ids."""
+        n, known = self.kv.next_position, self._forward.n_known
+        if self.kv.is_empty:
+            raise RuntimeError("there is nothing to save: prefill tokens first")
+        if n > known:
+            raise RuntimeError(
+                f"the ids of the tokens at positions {known} to {n - 1} are not known, since "
+                "this decoder did not compute them: save them with kv.save(path, tokens=...)"
+            )
+        return n
 
     def resume(self, path: str | os.PathLike[str]) -> NDArray[Any]:
         """Replace the conversation by a saved one.
@@ -549,7 +666,7 @@ class Decoder:
         """
         with self._turn, snapshot.opened(path) as file:
             ids = self._check_session(file.facts)
-            if not self.kv.is_empty:
+            if self._aside is not None or not self.kv.is_empty:
                 file.check()
             self.reset()
             try:
@@ -614,8 +731,8 @@ class Decoder:
     def reset(self) -> None:
         """Begin a new conversation. The memory stays."""
         with self._turn:
+            self._drop_aside()
             self.kv.clear()
-            self._n_talks += 1
             self._forward.forget()
             self._tally.hold(0, 0)
         refresh()
@@ -659,10 +776,10 @@ class Decoder:
     def generate_next_token(
         self,
         *,
-        temperature: float = 0.0,
-        top_k: int = 40,
-        top_p: float = 1.0,
-        seed: int | None = None,
+        temperature: float = Sampling.temperature,
+        top_k: int = Sampling.top_k,
+        top_p: float = Sampling.top_p,
+        seed: int | None = Sampling.seed,
     ) -> int:
         """Choose a token by the logits, append it to the conversation and compute its logits.
 
@@ -757,19 +874,13 @@ class Decoder:
     ) -> Iterator[str]:
         with self._turn:
             self.reset()
-            n_talks = self._n_talks
+            talk = self._forward.n_talks
             self._take_in(tokens)
         stream, token = self.tokenizer.stream(), -1
-        for i in range(n):
-            with self._turn:
-                if n_talks != self._n_talks:
-                    raise RuntimeError("a new conversation has begun; this one cannot go on")
-                if i:
-                    self._forward.step(token)
-                token = self._forward.choose(options)
-                if token in stop:
-                    break
-                self._tally.count(0, 1)
+        for _ in range(n):
+            token = self._forward.advance(talk, token, options, stop)
+            if token < 0:
+                break
             if text := stream.push(token):
                 yield text
         if text := stream.flush():

@@ -141,16 +141,6 @@ cdef int64_t n_kv_of(const Part *part, int64_t first, int64_t end) noexcept nogi
     return min(n_rows, (end + KV_BUCKET - 1) // KV_BUCKET * KV_BUCKET)
 
 
-cdef bint is_greedy(temperature, top_k, top_p, seed) except -1:
-    """Return whether these are valid options of `Sampling` that take the likeliest token."""
-    return (
-        (type(temperature) is float or type(temperature) is int) and temperature == 0
-        and type(top_k) is int and top_k >= 0
-        and (type(top_p) is float or type(top_p) is int) and 0 < top_p <= 1
-        and (seed is None or (type(seed) is int and seed >= 0))
-    )
-
-
 cdef class ForwardPass:
     """Computes tokens at the end of a KV cache, writes their rows, and chooses the next token.
 
@@ -160,24 +150,34 @@ cdef class ForwardPass:
     """
     #: tally: Tally
     #: compute_address: int
+    #: bring_back: Callable[[], object] | None
     #: @property
     #: def n_ids(self) -> int: ...
+    #: @property
+    #: def n_talks(self) -> int: ...
     #: @property
     #: def logits_end(self) -> int: ...
     #: @property
     #: def compute_ns(self) -> int: ...
+    #: @property
+    #: def computed_ns(self) -> int: ...
     cdef public uintptr_t compute_address  # ggml's function
+    cdef public object bring_back  # called before tokens are used; None unless they are put aside
     cdef public object tally  # of unimem.accounting.published, which counts tokens
     cdef readonly ThreadCount threads
     cdef readonly uint64_t n_ids  # positions whose ids were noted; see `n_known`
+    cdef readonly uint64_t n_talks  # conversations that have ended
     cdef readonly uint64_t logits_end  # the position after the token of the logits; 0 without
     cdef readonly int64_t compute_ns  # time within ggml's compute call so far
+    cdef readonly int64_t computed_ns  # when that ended last, of the monotonic clock
     cdef KVCache _kv
     cdef tuple _caches
     cdef int _n_parts
     cdef Part _parts[MOST_PARTS]
     cdef Turn _turn
-    cdef object _prefill_graph, _rng, _seed
+    cdef object _prefill_graph, _options, _rng, _seed
+    cdef tuple _asked  # the arguments that `_options` were made from, or None
+    cdef bint _is_greedy
     cdef cnp.ndarray _logits, _ids
     cdef Graph _decode, _prefill
     cdef int64_t _batch, _ctx
@@ -216,6 +216,8 @@ cdef class ForwardPass:
         self._team = <Team *><uintptr_t>ggml.team_address
         self.compute_address = ggml.compute_address
         self._argmax = PyDataType_GetArrFuncs(logits.dtype).argmax
+        self._take_options(Sampling())
+        self._asked = Sampling.temperature, Sampling.top_k, Sampling.top_p, Sampling.seed
         self._load(&self._decode, decode)
         self._load(&self._prefill, prefill)
 
@@ -312,6 +314,7 @@ cdef class ForwardPass:
 
     def require_room(self, int64_t n) -> None:
         """Raise `CacheFull` unless n more tokens fit."""
+        self._check()
         self._require_room(n)
 
     cdef int _require_room(self, int64_t n) except -1:
@@ -328,30 +331,50 @@ cdef class ForwardPass:
 
     def next_token(self, temperature: float, top_k: int, top_p: float, seed: int | None) -> int:
         """Choose a token by the logits and compute it, as `Decoder.generate_next_token`."""
-        cdef object options = None
+        cdef tuple asked
         cdef int64_t token
-        if not is_greedy(temperature, top_k, top_p, seed):
-            options = Sampling(temperature, top_k, top_p, seed)
         self._turn.enter()
         try:
+            self._check()
+            asked = self._asked
+            if (asked is None or asked[0] is not temperature or asked[1] is not top_k
+                    or asked[2] is not top_p or asked[3] is not seed):
+                self._take_options(Sampling(temperature, top_k, top_p, seed))
+                self._asked = temperature, top_k, top_p, seed
             self._require_room(1)
-            token = self._choose(options)
+            token = self._choose()
             self._step(token)
             self._tell(1)
         finally:
             self._turn.leave()
         return token
 
-    def choose(self, options: Sampling) -> int:
-        """Choose a token by the logits; the same seed continues a sequence until `forget`.
+    def advance(self, uint64_t talk, int64_t token, options: Sampling, stop: frozenset[int]) -> int:
+        """Compute a token unless it is below 0, and choose the next one; -1 if that is in `stop`.
 
-        Without logits it raises RuntimeError; otherwise it raises as `sample`.
+        The same seed continues a sequence of choices until `forget`, since when `n_talks` is no
+        longer `talk`, and this raises RuntimeError; otherwise it raises as `step` and `sample`.
         """
+        cdef bint is_end
         self._turn.enter()
         try:
-            return self._choose(options)
+            if talk != self.n_talks:
+                raise RuntimeError("a new conversation has begun; this one cannot go on")
+            if token >= 0:
+                self._step(token)
+            if options is not self._options:
+                self._take_options(options)
+            token = self._choose()
+            is_end = token in stop
+            self._tell(not is_end)
         finally:
             self._turn.leave()
+        return -1 if is_end else token
+
+    cdef int _take_options(self, options) except -1:
+        """Choose by these options from now on."""
+        self._asked, self._options, self._is_greedy = None, options, options.temperature == 0
+        return 0
 
     def step(self, int32_t token) -> None:
         """Compute one token; if it raises, the token does not count.
@@ -377,24 +400,26 @@ cdef class ForwardPass:
         finally:
             self._turn.leave()
 
-    cdef int64_t _choose(self, options) except -1:
-        cdef uint64_t end = self._position()
+    cdef int64_t _choose(self) except -1:
+        cdef uint64_t end
         cdef cnp.npy_intp best
         cdef float *logits
         self._check()
+        end = self._position()
         if (self.logits_end != end or self._lowest_end() != end
                 or um.um_kv_seq_len(self._parts[0].kv) == 0):
             raise RuntimeError("there are no logits to choose by: prefill tokens first")
-        if options is None:
+        if self._is_greedy:
             logits = <float *>cnp.PyArray_DATA(self._logits)
             # As ndarray.argmax, which also finds the first NaN.
             self._argmax(logits, self._logits.shape[0], &best, <void *>self._logits)
             if not isfinite(logits[best]):
                 check_finite(self._logits, best)
             return best
-        if options.temperature and (self._rng is None or options.seed != self._seed):
-            self._rng, self._seed = np.random.default_rng(options.seed), options.seed
-        return sample(self._logits, options, self._rng)
+        if self._rng is None or self._options.seed != self._seed:
+            self._seed = self._options.seed
+            self._rng = np.random.default_rng(self._seed)
+        return sample(self._logits, self._options, self._rng)
 
     def step_again(self, int32_t token) -> None:
         """Compute the last token of the cache again, and rewrite its rows."""
@@ -507,6 +532,8 @@ cdef class ForwardPass:
             raise ClosedError("the Decoder is closed")
         if self._team.is_lost:
             ggml.require_threads(self.threads.most)
+        if self.bring_back is not None:
+            self.bring_back()
         return 0
 
     cdef bint _end(self, int status, int64_t n_tokens) except -1:
@@ -557,7 +584,8 @@ cdef class ForwardPass:
         status = (<Compute>self.compute_address)(g.graph, g.plan, n_threads, ends, &watch)
         if self._reading != NULL:
             self._reader.end()
-        ns = now_ns() - start
+        self.computed_ns = now_ns()
+        ns = self.computed_ns - start
         self.compute_ns += ns
         spent[0] = ns if self._reading == NULL else ns - self._reading.waited_ns
         return status
@@ -605,6 +633,7 @@ cdef class ForwardPass:
         """Begin a new conversation."""
         self.n_ids = 0
         self.logits_end = 0
+        self.n_talks += 1
         self._rng = None
 
     @property

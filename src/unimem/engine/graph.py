@@ -98,7 +98,8 @@ class Headers:
 
     `layers` and `experts` have what brings the weights of a layer, or the experts that were chosen
     there, from the disk, by the layer's prefix such as ``"blk.0"``; `waves` has what brings those
-    of a batch. They may be filled until graphs are made.
+    of a batch, and `ahead` what begins to read those that a token will probably choose. They may be
+    filled until graphs are made.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class Headers:
         self.rotates = rotates
         self.layers: dict[str, Bringer] = {}
         self.experts: dict[str, Bringer] = {}
+        self.ahead: dict[str, Bringer] = {}
         self.waves: dict[str, Waves] = {}
         self.weights = {
             name: self._header(kind, ne, data) for name, (kind, ne, data) in tensors.items()
@@ -375,7 +377,7 @@ class _Builder:
             x = self._add_output(x, attended, f"{blk}.post_attention_norm")
             normed = self._norm(x, f"{blk}.{self._kind.ffn_norm}")
             if self._kind.is_mixture:
-                fed = self._mixture(blk, normed, 1 if layer == n_layers - 1 else n)
+                fed = self._mixture(layer, normed, x, 1 if layer == n_layers - 1 else n)
             else:
                 fed = self._feed_forward(blk, normed)
             x = self._add_output(x, fed, f"{blk}.post_ffw_norm")
@@ -471,15 +473,17 @@ class _Builder:
         act = ggml.geglu_split if self._kind.gate == "gelu" else ggml.swiglu_split
         return int(act(self._context, gate, up))
 
-    def _mixture(self, blk: str, x: int, n: int) -> int:
+    def _mixture(self, layer: int, x: int, state: int, n: int) -> int:
         """Send each of n tokens through its likeliest experts, and add up their outputs.
+
+        `x` is the normalized `state`, the hidden state before the network.
 
         The weights of a token's experts are their probabilities divided by the sum of these, or
         their probabilities among each other, which is the same but for rounding. Experts are added
         in the order of their probabilities, as in llama.cpp (`build_moe_ffn` in
         ``src/llama-graph.cpp``).
         """
-        context, experts = self._context, self._model.experts
+        context, experts, blk = self._context, self._model.experts, f"blk.{layer}"
         assert experts is not None  # of a mixture
         hidden, n_used = self._model.dims.hidden_size, experts.n_used
         scores = self._linear(x, f"{blk}.ffn_gate_inp")
@@ -499,9 +503,10 @@ class _Builder:
             ggml.expand(self.graph, shares)
         waves = self._waves.get(blk)
         bringer = self._headers.experts.get(blk) if waves is None else waves.whole.bringer
-        nodes = self._experts(
-            blk, ggml.reshape_3d(context, x, hidden, 1, n), self._bring(bringer, chosen)
-        )
+        brought = self._bring(bringer, chosen)
+        if n == 1 and waves is None:
+            self._begin_ahead(f"blk.{layer + 1}", brought, state)
+        nodes = self._experts(blk, ggml.reshape_3d(context, x, hidden, 1, n), brought)
         outputs = nodes[-1]
         if waves is not None:
             waves.whole.sizes[: len(nodes)] = [_size(node, 2) for node in nodes]
@@ -515,6 +520,21 @@ class _Builder:
         for other in others:
             one = ggml.add(context, one, other)
         return int(one if others else ggml.cont(context, one))
+
+    def _begin_ahead(self, blk: str, brought: int, state: int) -> None:
+        """Begin to read, after `brought`, the likeliest half of the experts of layer `blk`.
+
+        Its router foresees them from the hidden state of the layer before ("Speculating Experts",
+        arXiv 2603.19289). The other half is wrong more often, and delays what is demanded.
+        """
+        bringer, experts = self._headers.ahead.get(blk), self._model.experts
+        if bringer is None or experts is None:
+            return
+        ggml.expand(self.graph, brought)
+        normed = self._norm(state, f"{blk}.{self._kind.ffn_norm}")
+        scores = self._linear(normed, f"{blk}.ffn_gate_inp")
+        foreseen = ggml.argsort_top_k(self._context, scores, -(-experts.n_used // 2))
+        ggml.expand(self.graph, self._bring(bringer, foreseen))
 
     def _experts(self, blk: str, x: int, chosen: int) -> list[int]:
         """Send tokens through chosen experts; the last of these nodes has their outputs."""

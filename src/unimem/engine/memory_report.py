@@ -17,6 +17,7 @@ from unimem.base.text import format_bytes, format_ranges
 from unimem.engine.history import History
 from unimem.engine.model import Model
 from unimem.engine.model_memory import ModelMemory
+from unimem.engine.put_aside import PutAside
 from unimem.kv.types import kv_name
 from unimem.layout import Layout
 from unimem.system.process import read_process
@@ -38,6 +39,7 @@ class DecoderMemory(Protocol):
     _history: History
     _model: Model
     _memory: ModelMemory
+    _aside: PutAside | None
 
 
 def list_parts(tokens: Iterable[NDArray[Any]], logits: NDArray[Any]) -> list[Part]:
@@ -95,6 +97,7 @@ def make_report(decoder: DecoderMemory) -> Report:
         "kv_dtype": kv_name(cache.dtype, cache.v_dtype),
         "rotate": cache.rotate,
         "window": decoder.window,
+        "put_aside": None if decoder._aside is None else str(decoder._aside),
         "threads": decoder.threads,
         "ggml_own": (
             f"at most {format_bytes(ggml.own_bytes(decoder.threads))} from malloc, for contexts "

@@ -221,7 +221,7 @@ class ModelMemory:
                 opened, reason = made_for.load, made_for.load_reason
         elif is_url(path_or_weights):
             # The source of a repacked model stays in memory: no file could be read again.
-            way = way_of(path_or_weights, load)
+            way = way_of(path_or_weights, load, asked.weights_budget)
             with open_remote(path_or_weights, TRIES) as remote:
                 _check_model(headers_of(remote), path_or_weights, way, asked)
             opened = "repack" if load == "repack" else "auto"

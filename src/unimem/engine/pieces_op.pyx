@@ -99,15 +99,19 @@ cdef bint split(const ExpertNode *node, int64_t n) noexcept nogil:
     return <uint64_t>waves.each <= reading.error.limit
 
 
+cdef void begin(Reading *reading, const int32_t *ids, size_t n) noexcept nogil:
+    """Begin to read n pieces; a failure shows when they are needed."""
+    cdef um.um_error err
+    um.um_pieces_prefetch(reading.pieces, ids, n, &err)
+
+
 cdef void begin_next_layer(const ExpertNode *node, int64_t n_pairs) noexcept nogil:
     """Begin to read the experts of the next layer, if this one uses nearly all."""
     cdef int32_t i
-    cdef um.um_error err
     if node.next_first >= 0 and n_pairs >= MANY * node.n_experts:
         for i in range(node.n_experts):
             node.reading.ids[i] = node.next_first + i
-        # A failure shows when they are needed.
-        um.um_pieces_prefetch(node.reading.pieces, node.reading.ids, node.n_experts, &err)
+        begin(node.reading, node.reading.ids, node.n_experts)
 
 
 cdef void bring_experts(char *header, const void *given, int thread, int n_threads,
@@ -143,33 +147,44 @@ cdef void bring_wave(char *header, const void *given, int thread, int n_threads,
     cdef Reading *reading = node.experts.reading
     cdef Waves *waves = &reading.waves
     cdef int64_t *ne = <int64_t *>(header + SIZES)
-    cdef int32_t begin = node.number * waves.each, rank
-    cdef int32_t n = min(waves.each, waves.n - begin), n_pairs = 0
+    cdef int32_t first = node.number * waves.each, rank
+    cdef int32_t n = min(waves.each, waves.n - first), n_pairs = 0
     cdef int64_t i
-    cdef um.um_error err
     if thread != 0 or reading.status != um.UM_OK:
         return
     if n <= 0:
         set_sizes(node.sizes, WAVE_SIZES, 0)
         return
     for i in range(n):
-        reading.ids[i] = waves.wanted[begin + i]
+        reading.ids[i] = waves.wanted[first + i]
     if not bring(reading, n):
         return
     for i in range(ne[0] * ne[1]):
-        rank = waves.ranks[chosen_expert(header, i)] - begin
+        rank = waves.ranks[chosen_expert(header, i)] - first
         if 0 <= rank < n:
             waves.tokens[n_pairs] = i // ne[0]
             waves.slots[n_pairs] = reading.slots[rank]
             waves.rows[n_pairs] = i
             n_pairs += 1
     set_sizes(node.sizes, WAVE_SIZES, n_pairs)
-    begin += n
-    if begin < waves.n:
-        um.um_pieces_prefetch(reading.pieces, waves.wanted + begin,
-                              min(waves.each, waves.n - begin), &err)
+    first += n
+    if first < waves.n:
+        begin(reading, waves.wanted + first, min(waves.each, waves.n - first))
     else:
         begin_next_layer(node.experts, ne[0] * ne[1])
+
+
+cdef void begin_experts(char *header, const void *given, int thread, int n_threads,
+                        void *data) noexcept nogil:
+    """Begin to read the experts in int32 [1, n], which a layer is expected to choose."""
+    cdef ExpertNode *node = <ExpertNode *>data
+    cdef Reading *reading = node.reading
+    cdef int64_t i, n = (<int64_t *>(header + SIZES))[0]
+    if thread != 0 or reading.status != um.UM_OK:
+        return
+    for i in range(n):
+        reading.ids[i] = node.first + chosen_expert(header, i)
+    begin(reading, reading.ids, n)
 
 
 cdef struct LayerNode:
@@ -205,12 +220,15 @@ cdef void bring_layer(char *header, const void *given, int thread, int n_threads
 
 
 # The functions for ``ggml_map_custom1``; their `userdata` are from a `PieceReader`. The first
-# replaces the numbers of experts, int32 [n_used, n_tokens], by their slots; the second brings those
-# of a wave; the third has a layer read before the values that it returns are used.
+# replaces the numbers of experts, int32 [n_used, n_tokens], by their slots; the second begins to
+# read experts; the third brings those of a wave; the last has a layer read before the values that
+# it returns are used.
 #: experts_address: int
+#: ahead_address: int
 #: wave_address: int
 #: layer_address: int
 experts_address = <uintptr_t>&bring_experts
+ahead_address = <uintptr_t>&begin_experts
 wave_address = <uintptr_t>&bring_wave
 layer_address = <uintptr_t>&bring_layer
 

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 from unimem.backends import ggml
 from unimem.engine.graph import Bringer, Headers, Wave, Waves
 from unimem.engine.model import Model, UnsupportedModel
-from unimem.engine.pieces_op import PieceReader, experts_address, layer_address, wave_address
+from unimem.engine.pieces_op import (
+    PieceReader,
+    ahead_address,
+    experts_address,
+    layer_address,
+    wave_address,
+)
 from unimem.planning.needs import n_waves
 from unimem.weights.tensors import StreamedTensor, Tensor
 
@@ -78,7 +84,9 @@ def read_pieces(
             # The last layer needs few.
             after = firsts[i + 1] if i + 2 < len(layers) else -1
             span = first, of_layer[0].n, after
-            headers.experts[f"blk.{i}"] = Bringer(experts_address, reader.experts(*span))
+            node = reader.experts(*span)
+            headers.experts[f"blk.{i}"] = Bringer(experts_address, node)
+            headers.ahead[f"blk.{i}"] = Bringer(ahead_address, node)
             if i < len(layers) - 1 and experts is not None:  # the last one computes a single token
                 headers.waves[f"blk.{i}"] = _waves(reader, n_waves(experts), span)
         else:

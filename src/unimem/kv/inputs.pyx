@@ -87,8 +87,9 @@ cdef object refuse_tokens(Given *out, uint32_t batch, uint32_t heads, uint32_t h
     short = f"[n, {heads}, {dim}] or " if batch == 1 else ""
     shape = f"{short}[{batch}, {heads}, n, {dim}]"
     if v_dim == dim:
+        one = "; one token has n = 1, as k[None]" if k_shape == (heads, dim) else ""
         raise ValueError(f"{doing}: expected k and v of one shape, {shape}, got {k_shape} and "
-                         f"{v_shape}")
+                         f"{v_shape}{one}")
     raise ValueError(f"{doing}: expected k of shape {shape}, and v of the same with {v_dim} for "
                      f"{dim}, got {k_shape} and {v_shape}")
 
@@ -114,7 +115,8 @@ cdef int check_token_shapes(Given *out, tuple k, tuple v, uint32_t n_layers, uin
     of_v = (n_layers, heads, units(out.type, v_head_dim))
     if k != expected or v != of_v:
         apart = "" if of_v == expected else f", and v of {of_v}"
-        raise ValueError(f"{doing}: expected k and v of shape {expected}{apart}, got {k} and {v}")
+        raise ValueError(f"{doing}: expected k and v of shape {expected}{apart}, got {k} and {v}: "
+                         "one token of all layers; append takes more tokens, of one layer")
     return 0
 
 

@@ -134,7 +134,8 @@ class LlamaPrefixes:
         rows = () if cells is None else (cells,)
         self._piece_bytes = max(len(self._blob(rows)), _LEAST_PIECE * self.has_ends)
         self._begin = HEAD_BYTES + 4 * self._size
-        self._chunks = EngineChunks(store, text, self._begin + self._piece_bytes)
+        of: dict[str, str] = {"engine": "llama.cpp", "model": model}
+        self._chunks = EngineChunks(store, text, self._begin + self._piece_bytes, **of)
 
     def put(
         self,

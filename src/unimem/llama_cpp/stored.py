@@ -38,6 +38,8 @@ class StoredPrefix:
         Bytes on the disk, also of chunks that other prefixes share.
     used : float
         When it was last used, in seconds since 1970.
+    chunks : tuple of str
+        The identities of its chunks in the store.
     """
 
     key: str
@@ -47,12 +49,18 @@ class StoredPrefix:
     tokens: NDArray[np.int32]
     nbytes: int
     used: float
+    chunks: tuple[str, ...] = ()
 
 
 class _Found(NamedTuple):
     head: ChunkHead
     nbytes: int
     used: float
+    chunks: tuple[str, ...]
+
+    def joined(self, other: _Found) -> _Found:
+        """Return one with the bytes and chunks of both."""
+        return self._replace(nbytes=self.nbytes + other.nbytes, chunks=self.chunks + other.chunks)
 
 
 def stored_prefixes(store: KVStore, *, model: str | None = None) -> list[StoredPrefix]:
@@ -85,7 +93,7 @@ def stored_prefixes(store: KVStore, *, model: str | None = None) -> list[StoredP
             continue
         of = ends if head.is_end else rows
         before = of.get(name := (str(head.facts), head.key))
-        of[name] = found if before is None else found._replace(nbytes=found.nbytes + before.nbytes)
+        of[name] = found if before is None else found.joined(before)
     inner = {(str(found.head.facts), found.head.parent) for found in rows.values()}
     last = {facts: found for facts, found in rows.items() if facts not in inner}
     # Layouts with ends are restored at ends alone.
@@ -115,6 +123,7 @@ def _prefix(
         tokens=np.concatenate([chunk.head.tokens for chunk in reversed(chunks)]),
         nbytes=sum(chunk.nbytes for chunk in chunks),
         used=last.used,
+        chunks=tuple(each for chunk in chunks for each in chunk.chunks),
     )
 
 
@@ -128,4 +137,4 @@ def _found(store: KVStore) -> Iterator[_Found]:
                 head = ChunkHead.read(file.read(HEAD_BYTES + 4 * store.chunk_tokens))
                 info = os.fstat(file.fileno())
             if head is not None:
-                yield _Found(head, info.st_size, info.st_mtime)
+                yield _Found(head, info.st_size, info.st_mtime, (name[: -len(".kv")],))

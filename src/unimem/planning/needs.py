@@ -553,13 +553,14 @@ def nodes_bound(n_layers: int, experts: Experts | None = None, waves: int = 0) -
 
     A layer has 28, and four more for rotated heads, up to three for biases, and four each for norms
     of queries and keys, and behind attention and the network. The network of a mixture, whose
-    tokens use some `experts`, has two for each of these and 15 more; and in waves two, and 12 for
-    each wave, or 15 if experts have biases. Those with biases have no norms of queries and keys.
+    tokens use some `experts`, has two for each of these and 15 more, and up to seven that foresee
+    the next layer's; and in waves two, and 12 for each wave, or 15 if experts have biases. Those
+    with biases have no norms of queries and keys.
     """
     if experts is None:
         return 40 * n_layers + 16
     each = 15 if experts.has_biases else 12
-    mixture = 15 + 2 * experts.n_used + (2 + each * waves if waves else 0)
+    mixture = 22 + 2 * experts.n_used + (2 + each * waves if waves else 0)
     return (40 + mixture) * n_layers + 16
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, Unpack
 
+from unimem._core.status import device_bytes
 from unimem.accounting.row import Row, in_order
 from unimem.base.arguments import integer
 from unimem.base.text import format_bytes, format_ranges
@@ -741,7 +742,7 @@ class _Planner:
         from unimem.backends import cuda_driver  # few plans need it
 
         driver = cuda_driver.driver(number)
-        free, total = driver.mem_info()
+        free, total = driver.room(device_bytes(driver.name))
         shape, n = self._source.shape, options.sessions
         types = {f"weights:{kind}": size for kind, size in self._source.by_type().items() if size}
         weights = round_to_pages(self._source.device_bytes())

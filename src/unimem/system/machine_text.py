@@ -12,8 +12,8 @@ from unimem.base.text import (
     format_bytes,
     format_count,
     format_ranges,
-    table_lines,
     text_width,
+    wide_lines,
     wrap,
 )
 from unimem.system.disks import Disk
@@ -42,7 +42,7 @@ def render(machine: MachineFacts, surface: Surface | None = None) -> str:
     lines = list(fact_lines(surface, _facts(machine), cuts=False))
     if len(machine.numa.nodes) > 1:
         for head, rows in _node_tables(machine):
-            lines += ["", *table_lines(surface, head, rows, cuts=False)]
+            lines += ["", *wide_lines(surface, head, rows)]
     needed = [finding for finding in machine.findings if not finding.is_optional]
     optional = [finding for finding in machine.findings if finding.is_optional]
     lines.append("")

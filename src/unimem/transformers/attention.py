@@ -20,6 +20,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from unimem.transformers.rows import attend_token
+
 __all__ = ["NAME", "packed_attention", "register"]
 
 NAME = "unimem"
@@ -94,10 +96,12 @@ def packed_attention(
         scale = dim**-0.5 if scaling is None else scaling
         output = _weighed(query, key, value, mask, scale, sinks, cap, dropout)
         return output.transpose(1, 2).contiguous(), None
+    packs = bias is None and (mask is None or mask.shape[1] == 1)
+    if packs and n == 1:
+        output = attend_token(query, key, value, mask, dropout, scaling)
+        return output.transpose(1, 2).contiguous(), None
     # Several tokens without a mask are causal, which packed queries cannot express.
-    packs = kv_heads < heads and (n == 1 or (n <= _MOST_TOKENS and mask is not None))
-    packs = packs and (mask is None or mask.shape[1] == 1) and bias is None
-    if not packs:
+    if not (packs and kv_heads < heads and n <= _MOST_TOKENS and mask is not None):
         output, _ = sdpa_attention_forward(
             module,
             query,
@@ -110,13 +114,11 @@ def packed_attention(
             position_bias=bias,
         )
         return output, None
-    group = heads // kv_heads
-    if mask is not None:
-        # [batch, 1, n, tokens]: the same for each query head of a group.
-        shape = (mask.shape[0], 1, group, n, mask.shape[-1])
-        mask = mask[:, :, None].expand(shape).reshape(mask.shape[0], 1, group * n, -1)
+    # [batch, 1, n, tokens]: the same for each query head of a group.
+    shape = (mask.shape[0], 1, heads // kv_heads, n, mask.shape[-1])
+    mask = mask[:, :, None].expand(shape).reshape(mask.shape[0], 1, -1, mask.shape[-1])
     output = torch.nn.functional.scaled_dot_product_attention(
-        query.reshape(batch, kv_heads, group * n, dim),
+        query.reshape(batch, kv_heads, -1, dim),
         key,
         value,
         attn_mask=mask,

@@ -29,8 +29,9 @@ from unimem.kv.store.store import KVStore
 from unimem.system.placement import PlacementOptions, check_placement
 from unimem.transformers import sessions, stored_prefixes
 from unimem.transformers.indexed import IndexedLayer
-from unimem.transformers.layers import CacheOptions, Group, Layer
+from unimem.transformers.layers import CacheOptions, Group, Layer, stream_numbers
 from unimem.transformers.model_name import model_name
+from unimem.transformers.on_device import DeviceGroup, DeviceLayer, device_of
 from unimem.transformers.states import StateLayer, TokensAndStates
 
 __all__ = ["KVCache"]
@@ -98,8 +99,8 @@ class KVCache(Cache):  # type: ignore[misc]
     Attention of grouped queries is fastest with ``model.set_attn_implementation("unimem")``: see
     `unimem.transformers.attention`.
 
-    One thread uses it at a time. A forked child has its own copy, except of windows. It keeps no
-    gradients, and is for the CPU.
+    One thread uses it at a time. A forked child has its own copy, except of windows and of a GPU's
+    memory. It keeps no gradients.
 
     Parameters
     ----------
@@ -121,6 +122,9 @@ class KVCache(Cache):  # type: ignore[misc]
         For windows: `crop` can drop this many tokens, and updates of up to this many return views.
     budget_bytes : int or str, optional
         A limit of `capacity_bytes`: CacheFull is raised instead of exceeding it.
+    device : int, optional
+        CUDA's number of the GPU for the rows, which `for_model` takes from the model; by default
+        they are in main memory. There windows keep all tokens, and memory that grows is copied.
     **placement
         See `unimem.PlacementOptions`.
 
@@ -157,11 +161,12 @@ class KVCache(Cache):  # type: ignore[misc]
         rotate: bool = False,
         spare_rows: int = 128,
         budget_bytes: int | str | None = None,
+        device: int | None = None,
         **placement: Unpack[PlacementOptions],
     ) -> None:
         text = config.get_text_config(decoder=True)
         kept = _kept(text)
-        check_placement("KVCache", placement)
+        check_placement("unimem.transformers.KVCache", placement)
         budget = None if budget_bytes is None else checked_nbytes(budget_bytes, "budget_bytes")
         if budget is not None and any(one.indexed for one in kept):
             raise NotImplementedError(
@@ -183,10 +188,19 @@ class KVCache(Cache):  # type: ignore[misc]
             spare_rows=integer(spare_rows, "spare_rows", 0),
             budget_bytes=budget,
             placement=dict(placement),
+            config=text,
+            device=None if device is None else integer(device, "device", 0),
         )
+        both = any(one.tokens and (one.indexed or one.n_states) for one in kept)
+        if device is not None and both:
+            raise NotImplementedError(
+                f"device: expected None for {text.model_type}, whose layers have an indexer, or "
+                f"keys and states, got {device}: use transformers' DynamicCache"
+            )
         self._closed = False
         self._model: weakref.ref[PreTrainedModel] | None = None
-        groups = {one.window: Group(one.window, options) for one in kept if one.tokens}
+        kind = Group if device is None else DeviceGroup
+        groups = {one.window: kind(one.window, options) for one in kept if one.tokens}
         # Rings are first: they take all of their memory at once, and may refuse a crop.
         self._groups = sorted(groups.values(), key=lambda group: group.window is None)
         super().__init__(layers=[self._layer(one, groups) for one in kept])
@@ -204,13 +218,15 @@ class KVCache(Cache):  # type: ignore[misc]
         number = group.add()
         if kept.n_states:
             return TokensAndStates(kept.n_states, self, group, number)
+        if isinstance(group, DeviceGroup):
+            return DeviceLayer(self, group, number)
         return (IndexedLayer if kept.indexed else Layer)(self, group, number)
 
     @classmethod
     def for_model(
         cls, model: PreTrainedModel, max_seq_len: int | None = None, **options: Any
     ) -> Self:
-        """Make a cache for a model, which `save` then knows; options are as for the class.
+        """Make a cache where a model is, which `save` then knows; options are as for the class.
 
         It raises NotImplementedError also for a model that takes no cache.
         """
@@ -221,6 +237,8 @@ class KVCache(Cache):  # type: ignore[misc]
                 f"KVCache: expected a model that takes a cache, and {type(model).__name__} takes "
                 "none: call the model without this cache"
             )
+        if isinstance(model, PreTrainedModel):
+            options = {"device": device_of(model)} | options
         made = cls(model.config, max_seq_len, **options)
         made._model = weakref.ref(model)
         return made
@@ -355,10 +373,7 @@ class KVCache(Cache):  # type: ignore[misc]
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Give each stream i the tokens of stream ``beam_idx[i]``, in place, for beam search."""
         self._check_open()
-        source = beam_idx.detach().cpu().numpy().astype(np.int64)
-        batch = self._batch()
-        if batch and len(source) != batch:
-            raise ValueError(f"beam_idx: expected {batch} streams, got {len(source)}")
+        source = stream_numbers(beam_idx, self._batch())
         for group in self._groups:
             group.reorder(source)
         for layer in self._states():
@@ -381,7 +396,7 @@ class KVCache(Cache):  # type: ignore[misc]
 
         It raises as `batch_repeat_interleave`.
         """
-        self._select(np.arange(self._batch())[indices.detach().cpu().numpy()])
+        self._select(np.arange(self._batch())[indices.numpy(force=True)])
 
     def _length(self) -> int:
         return max((length for group in self._groups for length in group.lengths), default=0)
@@ -430,7 +445,7 @@ class KVCache(Cache):  # type: ignore[misc]
         self._check_whole("copy")
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
-        groups = {group: Group(group.window, group.options) for group in self._groups}
+        groups = {group: type(group)(group.window, group.options) for group in self._groups}
         other._groups = list(groups.values())
         by_window = {
             layer.group.window: groups[layer.group]

@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import torch
+from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from unimem.errors import CacheFull, ClosedError
@@ -22,15 +23,31 @@ from unimem.kv.rotate_heads import rotate_heads
 from unimem.kv.types import block_values, kv_name
 from unimem.system import limits
 from unimem.transformers import operator
+from unimem.transformers.operator import NAMES
+from unimem.transformers.rows import Rows
 from unimem.transformers.scratch import Scratch
 
-__all__ = ["CacheOptions", "Group", "Layer", "Prompt", "as_tensor", "no_copy"]
+__all__ = [
+    "DTYPES",
+    "CacheOptions",
+    "Dims",
+    "Group",
+    "Layer",
+    "Prompt",
+    "Tensors",
+    "as_tensor",
+    "check_gradients",
+    "fits",
+    "no_copy",
+    "stream_numbers",
+]
 
 Tensors = tuple[torch.Tensor, torch.Tensor]
 Dims = tuple[int, int, int, int]
 
-_NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
-_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+# Of fewer tokens, a call of Python costs more than it saves.
+_FEWEST_PACKED = {torch.float32: 1024, torch.float16: 256, torch.bfloat16: 256}
 
 
 def as_tensor(array: npt.NDArray[Any]) -> torch.Tensor:
@@ -41,7 +58,7 @@ def as_tensor(array: npt.NDArray[Any]) -> torch.Tensor:
 
 
 def _as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    given = tensor.contiguous()
+    given = tensor.contiguous().resolve_neg()
     is_bf16 = tensor.dtype == torch.bfloat16
     array: npt.NDArray[Any] = (given.view(torch.uint16) if is_bf16 else given).numpy()
     return array.view(ml_dtypes.bfloat16) if is_bf16 else array
@@ -70,6 +87,8 @@ class CacheOptions:
     spare_rows: int
     budget_bytes: int | None
     placement: dict[str, Any]
+    config: PreTrainedConfig
+    device: int | None = None  # None: main memory
 
 
 def dims_of(keys: torch.Tensor, values: torch.Tensor) -> Dims:
@@ -98,7 +117,14 @@ class Group:
     oldest: int = 0  # the first position that a ring held when it was adopted
     grows: bool = True
     scratch: Scratch = field(default_factory=Scratch)  # for converted copies
+    token: Any = None  # the shapes and dtype of a token that is stored as it is
     prompt: Prompt | None = None  # whose rows a ring keeps until they are put into a store
+    expected: int = 0  # tokens that are about to come, for which a device makes room
+
+    @property
+    def ring(self) -> int | None:
+        """The window of the cache, if it is a ring."""
+        return self.window
 
     def add(self) -> int:
         """Add a layer, in the order of the model; return its number."""
@@ -119,6 +145,14 @@ class Group:
         self.dims, self.grows = dims, self.kv.grow or self.prompt is not None
         self.drop_rows()
 
+    def packs(self, keys: torch.Tensor) -> bool:
+        """Return whether torch's attention of a token gains by the class of its keys, `Rows`."""
+        config, heads = self.options.config, keys.shape[1]
+        if keys.shape[2] < _FEWEST_PACKED[keys.dtype] or config._attn_implementation != "sdpa":
+            return False
+        n_queries: int = getattr(config, "num_attention_heads", heads)
+        return bool(n_queries > heads or keys.dtype == torch.bfloat16)
+
     def takes(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Return whether the cache is one for tokens like these."""
         kv = self.require()
@@ -126,13 +160,23 @@ class Group:
 
     def dtype_for(self, keys: torch.Tensor) -> tuple[str, str]:
         """Return the stored types of tokens like these, given or by default."""
-        if keys.device.type != "cpu":
-            raise ValueError(f"KVCache.update: expected tensors on the CPU, got {keys.device}")
-        if keys.dtype not in _NAMES:
+        self.check_device(keys)
+        if keys.dtype not in NAMES:
             raise TypeError(
                 f"KVCache.update: expected float32, float16 or bfloat16, got {keys.dtype}"
             )
-        return self.options.dtype or (_NAMES[keys.dtype],) * 2
+        return self.options.dtype or (NAMES[keys.dtype],) * 2
+
+    def check_device(self, keys: torch.Tensor) -> None:
+        """Raise ValueError for tokens that are not in main memory."""
+        if keys.device.type != "cpu":
+            raise ValueError(
+                f"KVCache.update: expected tensors on the CPU, got {keys.device}: for_model makes "
+                "a cache where the model is"
+            )
+
+    def make_room(self, n: int) -> None:
+        """Do nothing: memory is taken as tokens arrive."""
 
     def make(self, dims: Dims, dtypes: Sequence[str], budget_bytes: int | None) -> KVCache:
         """Make a cache for all layers of the group."""
@@ -244,6 +288,7 @@ class Group:
     def drop_rows(self) -> None:
         """Drop the tensors over all rows; the next token makes them again."""
         self.rows[:] = [None] * len(self.rows)
+        self.token = None
 
     def release_rows(self) -> None:
         """Drop the tensors over rows if they would keep memory from being given back."""
@@ -342,7 +387,7 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
 
     def _past(self, kv: KVCache, dtype: torch.dtype | None) -> Tensors:
         """Return K and V that the next token may attend to, converted if there is a type."""
-        wanted = None if dtype is None else _DTYPES[dtype]
+        wanted = None if dtype is None else DTYPES[dtype]
         parts = kv.layer(self.index, dtype="float32" if kv.rotate else wanted)
         if kv.rotate:  # queries are not rotated
             parts = rotate_heads(parts[0], "k"), rotate_heads(parts[1], "v")
@@ -393,38 +438,64 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
         if torch.compiler.is_compiling():
             return self._append_compiled(key_states, value_states)
         group, n = self.group, key_states.shape[2]
-        wanted = dims_of(key_states, value_states)
-        if group.dims != wanted or value_states.shape[:3] != key_states.shape[:3]:
+        is_known = group.token == (key_states.shape, value_states.shape, key_states.dtype)
+        if not is_known and (
+            group.dims != dims_of(key_states, value_states)
+            or value_states.shape[:3] != key_states.shape[:3]
+        ):
             self.lazy_initialization(key_states, value_states)
-        _check_gradients(key_states)
+        check_gradients(key_states)
         try:
-            shown = self._append(group.require(), key_states, value_states)
+            append = self._append_token if is_known else self._append
+            shown = append(group.require(), key_states, value_states)
         except CacheFull as error:
             if self.length + n > group.require().max_seq_len:
                 error.message += "; max_seq_len= makes room for more"
             raise
         if group.prompt is not None:
             group.finish_prompt()
+        if n == 1 and group.packs(shown[0]):
+            return shown[0].as_subclass(Rows), shown[1]
         return shown
 
     def _append(self, kv: KVCache, key_states: torch.Tensor, value_states: torch.Tensor) -> Tensors:
         """Append tokens that fit the cache, and return all that they attend to."""
         group, window, n = self.group, self.group.window, key_states.shape[2]
-        if kv.rotate or not (_NAMES.get(key_states.dtype) == kv.dtype == kv.v_dtype):
+        if kv.rotate or not (NAMES.get(key_states.dtype) == kv.dtype == kv.v_dtype):
             return self._append_converted(kv, key_states, value_states)
         if window is not None and window - 1 + n > kv.n_rows:
             return self._append_far(kv, key_states, value_states)
-        if n == 1 and _is_plain(key_states) and _is_plain(value_states, key_states.dtype):
-            row = kv._body._append_token(self.index, key_states.data_ptr(), value_states.data_ptr())
-            group.lengths[self.index] += 1
-            keys, values = self._rows_to(kv, row + 1)
-        else:
-            row = kv._body._append_begin(self.index, n)
-            keys, values = self._rows_to(kv, row + n)
-            keys.narrow(2, row, n).copy_(key_states)
-            values.narrow(2, row, n).copy_(value_states)
-            kv._body._append_end(self.index, n)
-            group.lengths[self.index] += n
+        if n == 1:
+            group.token = (key_states.shape, value_states.shape, key_states.dtype)
+            return self._append_token(kv, key_states, value_states)
+        return self._append_rows(kv, key_states, value_states)
+
+    def _append_token(
+        self, kv: KVCache, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> Tensors:
+        """Append a token in the cache's type."""
+        if not (_is_plain(key_states) and _is_plain(value_states, key_states.dtype)):
+            return self._append_rows(kv, key_states, value_states)
+        row = kv._body._append_token(self.index, key_states.data_ptr(), value_states.data_ptr())
+        self.group.lengths[self.index] += 1
+        return self._attended(kv, self._rows_to(kv, row + 1), row, 1)
+
+    def _append_rows(
+        self, kv: KVCache, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> Tensors:
+        """Append tokens that lie in any way."""
+        n = key_states.shape[2]
+        row = kv._body._append_begin(self.index, n)
+        keys, values = self._rows_to(kv, row + n)
+        keys.narrow(2, row, n).copy_(key_states)
+        values.narrow(2, row, n).copy_(value_states)
+        kv._body._append_end(self.index, n)
+        self.group.lengths[self.index] += n
+        return self._attended(kv, (keys, values), row, n)
+
+    def _attended(self, kv: KVCache, rows: Tensors, row: int, n: int) -> Tensors:
+        """Return what n tokens from a row on attend to."""
+        window, (keys, values) = self.group.window, rows
         first, end = 0, row + n
         if window is not None:
             first = end - min(self.length, window - 1 + n)
@@ -434,7 +505,7 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
 
     def _append_compiled(self, key_states: torch.Tensor, value_states: torch.Tensor) -> Tensors:
         """Append tokens by the operator, without a look at the cache, for `torch.compile`."""
-        _check_gradients(key_states)
+        check_gradients(key_states)
         group, n, length = self.group, key_states.shape[2], self.length
         rows, window = None if group.grows else self.rows, group.window
         shown, first = self.get_mask_sizes(n)
@@ -443,7 +514,7 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
             operator.append(self._place, key_states, value_states, [], 0)
             return key_states, value_states
         n_rows = 0
-        if rows is not None and all(map(_fits, (key_states, value_states), rows)):
+        if rows is not None and all(map(fits, (key_states, value_states), rows)):
             n_rows = rows[0].shape[2] if window is None else rows[0].shape[2] // 2
         if rows is None or shown > n_rows:
             keys, values = operator.append(self._place, key_states, value_states, [], shown)
@@ -500,13 +571,13 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
         """Return copies of all tokens, in memory that was used for copies before."""
         scratch, wanted = self.group.scratch, torch.float32 if kv.rotate else dtype
         shapes = [(*self.group.dims[:2], self.length, size) for size in self.group.dims[2:]]
-        k, v = [scratch.take(shape, _DTYPES[wanted]) for shape in shapes]
-        kv.layer(self.index, dtype=_DTYPES[wanted], out=(k, v))
+        k, v = [scratch.take(shape, DTYPES[wanted]) for shape in shapes]
+        kv.layer(self.index, dtype=DTYPES[wanted], out=(k, v))
         if kv.rotate:  # queries are not rotated
             rotate_heads(k, "k", out=k)
             rotate_heads(v, "v", out=v)
         if wanted != dtype:
-            made = [scratch.take(shape, _DTYPES[dtype]) for shape in shapes]
+            made = [scratch.take(shape, DTYPES[dtype]) for shape in shapes]
             for part, exact in zip(made, (k, v), strict=True):
                 as_tensor(part).copy_(as_tensor(exact))
             k, v = made
@@ -548,7 +619,7 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Give each stream i of this layer the tokens of stream ``beam_idx[i]``, in place."""
-        self.group.reorder(beam_idx.detach().cpu().numpy().astype(np.int64), [self.index])
+        self.group.reorder(stream_numbers(beam_idx, self.group.dims[0]), [self.index])
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raise NotImplementedError, since layers of one kind go together."""
@@ -563,7 +634,8 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
         raise _together("batch_select_indices")
 
 
-def _check_gradients(key_states: torch.Tensor) -> None:
+def check_gradients(key_states: torch.Tensor) -> None:
+    """Raise RuntimeError for tokens that require gradients."""
     if key_states.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
             "KVCache.update: expected tokens without gradients, which a cache does not keep: "
@@ -571,10 +643,20 @@ def _check_gradients(key_states: torch.Tensor) -> None:
         )
 
 
-def _fits(states: torch.Tensor, rows: torch.Tensor) -> bool:
+def fits(states: torch.Tensor, rows: torch.Tensor) -> bool:
     """Return whether tokens have the type and sizes of rows."""
     sizes: bool = states.shape[:2] == rows.shape[:2] and states.shape[3] == rows.shape[3]
     return sizes and bool(states.dtype == rows.dtype)
+
+
+def stream_numbers(beam_idx: torch.Tensor, batch: int) -> npt.NDArray[np.int64]:
+    """Return the number of another stream for each one, or raise ValueError."""
+    source: npt.NDArray[Any] = beam_idx.numpy(force=True)
+    if batch and len(source) != batch:
+        raise ValueError(f"beam_idx: expected {batch} streams, got {len(source)}")
+    if batch and (source.dtype.kind not in "iu" or source.min() < 0 or source.max() >= batch):
+        raise ValueError(f"beam_idx: expected integers from 0 to {batch - 1}, got {source}")
+    return source.astype(np.int64)
 
 
 def no_copy(layer: object) -> TypeError:

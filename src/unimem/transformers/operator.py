@@ -3,6 +3,9 @@
 A compiler sees that it writes to `place`, which numbers the layer, and to the rows of the cache,
 which never move. So nothing is reordered across it, and no graph ends at it. What it does is the
 layer's own `update`.
+
+``torch.ops.unimem.append_at`` is for CUDA graphs, which replay work without asking the host: it
+writes at a row that a tensor has when the work is done.
 """
 
 from __future__ import annotations
@@ -15,7 +18,10 @@ import torch
 
 from unimem.errors import ClosedError
 
-__all__ = ["append", "place_of"]
+__all__ = ["NAMES", "append", "append_at", "place_of"]
+
+# The KV type of each dtype.
+NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 _LAYERS: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _NUMBERS = count()
@@ -32,7 +38,7 @@ def place_of(layer: Any) -> torch.Tensor:
 
 
 @torch.library.custom_op(  # type: ignore[untyped-decorator]
-    "unimem::append", mutates_args=("place", "rows"), device_types="cpu"
+    "unimem::append", mutates_args=("place", "rows"), device_types=("cpu", "cuda")
 )
 def append(
     place: torch.Tensor,
@@ -93,3 +99,103 @@ def _(
         for part in (key_states, value_states)
     )
     return keys, values
+
+
+@torch.library.custom_op(  # type: ignore[untyped-decorator]
+    "unimem::append_at", mutates_args=("keys", "values"), device_types="cpu"
+)
+def append_at(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    key_states: torch.Tensor,
+    value_states: torch.Tensor,
+    row: torch.Tensor,
+) -> None:
+    """Write tokens to the rows of a layer, at a row that is read when it is done.
+
+    Parameters
+    ----------
+    keys, values : torch.Tensor
+        All rows, ``[batch, heads, rows, head_dim]``, such as a cache on a GPU shows them when it is
+        full; the values of a head are contiguous.
+    key_states, value_states : torch.Tensor
+        ``[batch, heads, n, head_dim]``, float32, float16 or bfloat16, which is converted.
+    row : torch.Tensor
+        One int32 on the device of the rows. Rows that do not exist are not written.
+    """
+    _check(keys, values, key_states, value_states, row)
+    first, n, n_rows = int(row), key_states.shape[2], keys.shape[2]
+    begin, end = max(0, -first), min(n, n_rows - first)
+    for rows, states in ((keys, key_states), (values, value_states)):
+        if begin < end:
+            rows[:, :, first + begin : first + end] = states[:, :, begin:end]
+
+
+@append_at.register_kernel("cuda")  # type: ignore[untyped-decorator]
+def on_device(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    key_states: torch.Tensor,
+    value_states: torch.Tensor,
+    row: torch.Tensor,
+) -> None:
+    """Queue one kernel for K and V, on torch's current stream."""
+    from unimem.backends import cuda_driver
+    from unimem.cuda.kernels import row_kernels
+
+    _check(keys, values, key_states, value_states, row)
+    device = cuda_driver.driver(keys.device.index or 0)
+    size, item = keys.element_size(), key_states.element_size()
+    batch, heads, n, dim = key_states.shape
+    # A head is a stream to the kernel, and a stream a layer: [layers, streams, 1, tokens, values].
+    k_steps, v_steps = (
+        (*steps[:2], 0, *steps[2:])
+        for steps in ([item * step for step in a.stride()] for a in (key_states, value_states))
+    )
+    of_stream, of_head, of_row, _ = (size * step for step in keys.stride())
+    states = key_states.data_ptr(), value_states.data_ptr(), NAMES[key_states.dtype]
+    rows = keys.data_ptr(), values.data_ptr(), of_stream, of_head, of_row, 0, keys.shape[2]
+    row_kernels(device, NAMES[keys.dtype]).append(
+        (*states, (batch, heads, 1, n, dim), k_steps, v_steps),
+        (*rows, row.data_ptr()),
+        device.torch_stream(),
+    )
+
+
+@append_at.register_fake  # type: ignore[untyped-decorator]
+def _(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    key_states: torch.Tensor,
+    value_states: torch.Tensor,
+    row: torch.Tensor,
+) -> None:
+    del keys, values, key_states, value_states, row
+
+
+def _check(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    key_states: torch.Tensor,
+    value_states: torch.Tensor,
+    row: torch.Tensor,
+) -> None:
+    """Raise TypeError or ValueError for tensors of other types, shapes or places."""
+    pairs = (keys, values), (key_states, value_states)
+    if any(a.dtype not in NAMES or a.dtype != b.dtype for a, b in pairs):
+        found = [str(one.dtype) for pair in pairs for one in pair]
+        raise TypeError(f"append_at: expected float32, float16 or bfloat16, K as V, got {found}")
+    batch, heads, _, dim = keys.shape
+    wanted = batch, heads, key_states.shape[2], dim
+    is_like = keys.shape == values.shape and keys.stride() == values.stride()
+    if not is_like or keys.stride(3) != 1 or {key_states.shape, value_states.shape} != {wanted}:
+        raise ValueError(
+            f"append_at: expected tokens of shape {wanted} for rows that lie alike, got "
+            f"{tuple(key_states.shape)} and {tuple(value_states.shape)} for {tuple(keys.shape)} "
+            f"and {tuple(values.shape)}"
+        )
+    if row.dtype != torch.int32 or row.numel() != 1 or row.device != keys.device:
+        raise TypeError(
+            f"row: expected one int32 on {keys.device}, got {row.dtype} of shape "
+            f"{tuple(row.shape)} on {row.device}"
+        )

@@ -37,7 +37,7 @@ def _token_ids(tokens: Ids, batch: int | None = None) -> npt.NDArray[np.int64] |
     """Return the ids as [batch, n]."""
     if tokens is None:
         return None
-    given = tokens.detach().cpu().numpy() if isinstance(tokens, torch.Tensor) else tokens
+    given = tokens.numpy(force=True) if isinstance(tokens, torch.Tensor) else tokens
     ids = np.atleast_2d(np.asarray(given))
     if ids.ndim != 2 or ids.dtype.kind not in "iu" or (batch is not None and len(ids) != batch):
         streams = "batch" if batch is None else batch
@@ -174,18 +174,19 @@ def _restored(
 ) -> KVCache:
     """Make the cache of a group, beside those that are made already."""
     facts = snapshot.describe(path)
-    if facts.window != group.window or facts.n_layers != len(group.lengths):
-        rule = f"{len(group.lengths)} layers of window {group.window}"
+    if facts.window != group.ring or facts.n_layers != len(group.lengths):
+        rule = f"{len(group.lengths)} layers of window {group.ring}"
         got = f"{facts.n_layers} of window {facts.window}"
         raise SnapshotError(f"expected {rule}, got {got}: save anew", path=path)
     dtypes = facts.dtype, facts.v_dtype
     group.options = replace(group.options, dtype=dtypes, rotate=facts.rotate)
-    if mapped and group.window is None:
+    if mapped and group.window is None and group.options.device is None:
         return KVCache.restore(path, tokens=tokens, model=model, verify=verify)
     budget = group.options.budget_bytes
     if budget is not None:
         budget -= sum(kv.capacity_bytes for kv in before)
     dims = facts.batch, facts.n_kv_heads, facts.head_dim, facts.v_head_dim
+    group.expected = facts.next_position
     kv = group.make(dims, dtypes, budget)
     try:
         snapshot.read_into(kv, path, tokens, model)
@@ -197,11 +198,11 @@ def _restored(
 
 def _check(kv: KVCache, group: Group, path: str) -> None:
     """Raise SnapshotError for a cache that does not fit the group's layers."""
-    expected = {"n_layers": len(group.lengths), "window": group.window, "order": "head"}
+    expected = {"n_layers": len(group.lengths), "window": group.ring, "order": "head"}
     for name, wanted in expected.items():
         if (got := getattr(kv, name)) != wanted:
             rule = f"expected a cache with {name}={wanted!r}, got {got!r}: save anew"
             raise SnapshotError(rule, path=path)
-    if group.window is None and kv.seq_len != kv.next_position:
+    if group.ring is None and kv.seq_len != kv.next_position:
         rule = f"expected all {kv.next_position} tokens, got the last {kv.seq_len}: save anew"
         raise SnapshotError(rule, path=path)

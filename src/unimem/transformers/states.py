@@ -12,10 +12,9 @@ from transformers.cache_utils import LinearAttentionLayer
 from unimem.kv.cache.cache import KVCache
 from unimem.kv.layer_specs import LayerState
 from unimem.transformers.layers import Group, Layer, as_tensor, no_copy
+from unimem.transformers.operator import NAMES
 
 __all__ = ["StateLayer", "TokensAndStates"]
-
-_NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
 class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
@@ -59,9 +58,9 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
 
     def _placed(self, state: torch.Tensor) -> torch.Tensor:
         """Return a copy of a state in memory of unimem, if that has its type."""
-        if state.dtype not in _NAMES or not state.numel() or state.dim() < 2:
+        if state.dtype not in NAMES or state.is_cuda or not state.numel() or state.dim() < 2:
             return state.clone()
-        layer = LayerState(tuple(state.shape[1:]), _NAMES[state.dtype])
+        layer = LayerState(tuple(state.shape[1:]), NAMES[state.dtype])
         batch = state.shape[0]
         kv = KVCache(layers=[layer], max_seq_len=1, batch=batch, **self._placement)
         self.caches.append(kv)
@@ -71,12 +70,13 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
 
     def select(self, source: npt.NDArray[np.int64]) -> None:
         """Keep the states of some streams, in this order."""
-        index = torch.from_numpy(source)
         before, self.caches = self.caches, []
         for _, states in self._kinds():
             for number, state in states.items():
                 if state is not None:
-                    states[number] = self._placed(state.index_select(0, index))
+                    states[number] = self._placed(
+                        state.index_select(0, torch.from_numpy(source).to(state.device))
+                    )
         _end(before)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -85,7 +85,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep some streams, by indices or a mask."""
-        self.select(np.arange(self.n_streams())[indices.detach().cpu().numpy()])
+        self.select(np.arange(self.n_streams())[indices.numpy(force=True)])
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Give each stream i the states of stream ``beam_idx[i]``, in place."""

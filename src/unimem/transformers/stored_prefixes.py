@@ -41,7 +41,8 @@ def first_tokens(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
     if getattr(config, "kv_lora_rank", None):  # of latent keys, whole ones are kept
         heads, v_head_dim = n_heads, config.v_head_dim
         head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
-    k, v = (torch.empty(1, heads, 0, size, dtype=model.dtype) for size in (head_dim, v_head_dim))
+    like = {"dtype": model.dtype, "device": model.device}
+    k, v = (torch.empty(1, heads, 0, size, **like) for size in (head_dim, v_head_dim))
     return k, v
 
 
@@ -77,6 +78,8 @@ def put_while_passing(
 def restore(groups: Sequence[Group], store: KVStore, ids: Ids, model: str) -> int:
     """Restore first tokens into the cleared caches of all groups; return how many all have."""
     n, found = len(ids), -1
+    for group in groups:
+        group.make_room(n)
     while n != found:  # a window has only the rows before some ends, and a chunk may be damaged
         found = n
         caches = [(group.require(), _name(model, group)) for group in groups]

@@ -65,6 +65,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         local folder is known by all bytes of its files.
     n_threads : int, default 8
         Threads that read and write chunks.
+    salt : str, optional
+        As for `KVStore`.
     locality : {"LOCAL", "REMOTE"}, optional
         The place by which requests may select tiers.
     backpressure_detector : optional
@@ -90,6 +92,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         disk_bytes: int | None = None,
         model: str = "",
         n_threads: int = 8,
+        salt: str = "",
         locality: str | None = None,
         backpressure_detector: BackpressureDetector | None = None,
     ) -> None:
@@ -100,8 +103,9 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         rows = np.asarray(primary_kv_view)
         self._rows: NDArray[np.uint8] = rows.view(np.uint8).reshape(len(rows), -1)
         check_budgets("vLLM", self._rows.shape[1], ram_bytes, disk_bytes)
-        self._store = KVStore(where, ram_bytes=ram_bytes, disk_bytes=disk_bytes, pages="thp")
-        self._chunks = EngineChunks(self._store, namespace, self._rows.shape[1])
+        budgets: dict[str, Any] = {"ram_bytes": ram_bytes, "disk_bytes": disk_bytes}
+        self._store = KVStore(where, **budgets, pages="thp", salt=salt)
+        self._chunks = EngineChunks(self._store, namespace, self._rows.shape[1], engine="vLLM")
         self._pool = ThreadPoolExecutor(n_threads, "unimem-vllm")
         self._lock = threading.Lock()  # for `_moving` and `n_left`
         self._moving: set[Future[None]] = set()

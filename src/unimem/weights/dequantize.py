@@ -19,6 +19,9 @@ Convert: TypeAlias = Callable[[Bytes, Floats], None]
 
 # Pieces are copied and converted one by one, and fit into the cache of a core.
 _PIECE_BYTES = 256 << 10
+# Types of ggml that gguf-py lacks: the bits of a level, and the level of a value from them, as
+# factor and offset.
+_LEVELS = {41: (1, 2, -1), 42: (2, 1, -1)}  # q1_0, q2_0
 
 
 def dequantize(
@@ -86,12 +89,12 @@ def _of_blocks(number: int | None, what: str) -> tuple[int, int, Convert]:
             f"{what}, which ggml 0.26 does not have: as_array() has the bytes"
         ) from None
     reasons = []
-    for library in (_by_ggml, _by_gguf_py):
+    for library in (_by_ggml, _by_levels, _by_gguf_py):
         found = library(number)
         if callable(found):
             return block_values, block_bytes, found
         reasons.append(found)
-    raise NotImplementedError(f"{what}: {'; '.join(reasons)}")
+    raise NotImplementedError(f"{what}: {'; '.join(filter(None, reasons))}")
 
 
 def _by_ggml(number: int) -> Convert | str:
@@ -105,6 +108,24 @@ def _by_ggml(number: int) -> Convert | str:
 
     def convert(data: Bytes, out: Floats) -> None:
         ggml.to_float(number, data.ctypes.data, out.ctypes.data, out.size)
+
+    return convert
+
+
+def _by_levels(number: int) -> Convert | str:
+    """Return the conversion of blocks of a float16 scale and levels of a few bits."""
+    if number not in _LEVELS:
+        return ""
+    n_bits, factor, offset = _LEVELS[number]
+    weights = factor * (1 << np.arange(n_bits, dtype=np.int8))
+    _, block_values, block_bytes = tensor_type(number)
+
+    def convert(data: Bytes, out: Floats) -> None:
+        blocks = data.reshape(-1, block_bytes)
+        bits = np.unpackbits(blocks[:, 2:], axis=1, bitorder="little")
+        levels = bits.reshape(-1, block_values, n_bits).astype(np.int8) @ weights + offset
+        scales = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+        np.multiply(scales, levels, out=out.reshape(levels.shape), dtype=np.float32)
 
     return convert
 

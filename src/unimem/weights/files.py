@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import json
 import mmap
 import os
@@ -489,7 +490,7 @@ def _add_indexed(model: ModelFiles, path: str) -> None:
     model.index = path
     model.index_text = model.read_start(path, _INDEX_BYTES_MAX + 1)
     where = _read_index(path, model.index_text)
-    for name in sorted(set(where.values())):
+    for name, tensors in itertools.groupby(sorted(where, key=where.__getitem__), where.__getitem__):
         beside = model.beside(path, name)
         file = None
         try:
@@ -502,7 +503,7 @@ def _add_indexed(model: ModelFiles, path: str) -> None:
         if file is None or isinstance(file.header, GGUFHeader):
             raise SafetensorsError("a file of the index is not safetensors", path=beside)
         has = set(file.header.tensor_names())
-        wanted = {tensor for tensor, place in where.items() if place == name}
+        wanted = set(tensors)
         for tensor in sorted(wanted ^ has)[:1]:
             side = "does not have" if tensor in wanted else "is not said to have"
             raise SafetensorsError(

@@ -1,5 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
 """The header of a GGUF file: metadata, decoded on access, and the tensor table."""
+from struct import unpack
+
 import numpy as np
 
 from unimem.errors import GGUFError
@@ -12,7 +14,7 @@ from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memcpy
 
 from unimem._core cimport native as um
-from unimem.weights.header_bytes cimport HeaderBytes
+from unimem.weights.header_bytes cimport HeaderBytes, named
 from unimem._core.region cimport Region
 
 #: _Value: TypeAlias = (
@@ -83,10 +85,12 @@ cdef class GGUFHeader(HeaderBytes):
     cdef uint64_t n_keys(self):
         return self._gguf.n_kv
 
-    cdef str key(self, uint64_t i):
-        cdef const um.um_gguf_kv *kv = &self._gguf.kv[i]
-        return PyUnicode_DecodeUTF8(<const char *>self._bytes + kv.key_offset,
-                                    <Py_ssize_t>kv.key_nbytes, NULL)
+    cdef named name_place(self, uint64_t i) noexcept:
+        cdef um.um_gguf_tensor *tensor
+        if i < self._gguf.n_kv:
+            return named(self._gguf.kv[i].key_offset, self._gguf.kv[i].key_nbytes)
+        tensor = &self._gguf.tensors[i - self._gguf.n_kv]
+        return named(tensor.name_offset, tensor.name_nbytes)
 
     def value(self, Py_ssize_t index) -> _Value:
         """Decode a value: arrays of numbers or bools are read-only arrays, other arrays lists."""
@@ -98,7 +102,9 @@ cdef class GGUFHeader(HeaderBytes):
                                         <Py_ssize_t>kv.value_nbytes, "surrogateescape")
         if kv.type == um.UM_GGUF_ARRAY:
             return self._array(kv.item_type, &at, kv.n_items)
-        return self._numbers(kv.type, at, 1).item()
+        number = PyBytes_FromStringAndSize(<const char *>self._bytes + at,
+                                           <Py_ssize_t>kv.value_nbytes)
+        return unpack(_DTYPES[<int>kv.type].char, number)[0]
 
     def raw_value(self, Py_ssize_t index) -> bytes:
         """Return a value of the metadata as bytes that identify its type and content.
@@ -166,11 +172,6 @@ cdef class GGUFHeader(HeaderBytes):
 
     cdef uint64_t n_tensors(self):
         return self._gguf.n_tensors
-
-    cdef str name(self, uint64_t i):
-        cdef const um.um_gguf_tensor *tensor = &self._gguf.tensors[i]
-        return PyUnicode_DecodeUTF8(<const char *>self._bytes + tensor.name_offset,
-                                    <Py_ssize_t>tensor.name_nbytes, NULL)
 
     cdef const um.um_gguf_tensor *_tensor(self, Py_ssize_t index) except NULL:
         if not 0 <= index < <Py_ssize_t>self._gguf.n_tensors:

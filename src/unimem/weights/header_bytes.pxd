@@ -2,13 +2,17 @@
 from unimem._core cimport native as um
 from unimem._core.region cimport Region
 
+# The place of a name in a copy, in bytes.
+cdef struct named:
+    um.uint64_t offset, nbytes
+
 cdef class HeaderBytes:
     # The private copy of the file's first bytes. Headers are never read from a mapping, where a
     # truncation of the file would end this process.
     cdef Region _region
     cdef const unsigned char *_bytes
-    # The names, once the copy was freed.
-    cdef object _kept_keys, _kept_names
+    # The names once the copy was freed, behind the end of each.
+    cdef bytes _kept
     # The size of the model's file, and where it begins in the file that holds it.
     cdef um.uint64_t _file_nbytes, _begin
     # Reads first_nbytes, or more if the parser needs them; raises `format` for a broken rule.
@@ -22,7 +26,10 @@ cdef class HeaderBytes:
     cdef um.um_status parse(self, size_t nbytes, um.um_error *err) noexcept nogil
     # The keys of the metadata, and the tensors, with the offset, bytes and type of each.
     cdef um.uint64_t n_keys(self)
-    cdef str key(self, um.uint64_t i)
     cdef um.uint64_t n_tensors(self)
-    cdef str name(self, um.uint64_t i)
     cdef tuple place(self, um.uint64_t i)
+    # The names as they lie in the file, the keys first, and what they are in Python.
+    cdef named name_place(self, um.uint64_t i) noexcept
+    cdef str text(self, const unsigned char *utf8, um.uint64_t nbytes)
+    cdef str name(self, um.uint64_t i)
+    cdef bytes names(self)

@@ -5,10 +5,12 @@ import hashlib
 import numpy as np
 
 from unimem.errors import CapacityError, ClosedError, FormatError
-from unimem.weights.names import ByName, KeptNames
+from unimem.weights.names import ByName
 
 cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from cpython.unicode cimport PyUnicode_DecodeUTF8
 from libc.stdint cimport uint64_t, uintptr_t
 from libc.string cimport memcpy, memset
 
@@ -26,17 +28,42 @@ cdef class HeaderBytes:
     cdef uint64_t n_keys(self):
         return 0
 
-    cdef str key(self, uint64_t i):
-        raise IndexError(i)
-
     cdef uint64_t n_tensors(self):
         return 0
 
-    cdef str name(self, uint64_t i):
-        raise IndexError(i)
-
     cdef tuple place(self, uint64_t i):
         raise IndexError(i)
+
+    cdef named name_place(self, uint64_t i) noexcept:
+        return named(0, 0)
+
+    cdef str text(self, const unsigned char *utf8, uint64_t nbytes):
+        return PyUnicode_DecodeUTF8(<const char *>utf8, <Py_ssize_t>nbytes, NULL)
+
+    cdef str name(self, uint64_t i):
+        cdef named at
+        cdef const uint64_t *ends
+        if self._kept is None:
+            at = self.name_place(i)
+            return self.text(self._bytes + at.offset, at.nbytes)
+        ends = <const uint64_t *>PyBytes_AS_STRING(self._kept)
+        return self.text(<const unsigned char *>ends + ends[i], ends[i + 1] - ends[i])
+
+    cdef bytes names(self):
+        """Copy the names in one piece, behind the end of each in it."""
+        cdef uint64_t i, n = self.n_keys() + self.n_tensors(), nbytes = (n + 1) * sizeof(uint64_t)
+        cdef uint64_t *ends
+        cdef named at
+        for i in range(n):
+            nbytes += self.name_place(i).nbytes
+        kept = PyBytes_FromStringAndSize(NULL, <Py_ssize_t>nbytes)
+        ends = <uint64_t *>PyBytes_AS_STRING(kept)
+        ends[0] = (n + 1) * sizeof(uint64_t)
+        for i in range(n):
+            at = self.name_place(i)
+            memcpy(<unsigned char *>ends + ends[i], self._bytes + at.offset, at.nbytes)
+            ends[i + 1] = ends[i] + at.nbytes
+        return kept
 
     cdef int read(self, source, str path, uint64_t first_nbytes, type format) except -1:
         cdef um.um_error err
@@ -114,9 +141,8 @@ cdef class HeaderBytes:
     @cython.critical_section
     def close(self) -> None:
         """Free the copy with metadata and fingerprint; names and the table stay. Twice is fine."""
-        if self._kept_keys is None:
-            self._kept_keys = KeptNames(self.n_keys(), self.key_at)
-            self._kept_names = KeptNames(self.n_tensors(), self.name_at)
+        if self._kept is None:
+            self._kept = self.names()
         self._region = None
 
     def fingerprint(self) -> str:
@@ -130,14 +156,14 @@ cdef class HeaderBytes:
         """Return a key of the metadata by its index, also after `close`."""
         if i >= self.n_keys():
             raise IndexError(i)
-        return self.key(i) if self._kept_keys is None else self._kept_keys[i]
+        return self.name(i)
 
     @cython.critical_section
     def name_at(self, uint64_t i) -> str:
         """Return the name of a tensor by its index, also after `close`."""
         if i >= self.n_tensors():
             raise IndexError(i)
-        return self.name(i) if self._kept_names is None else self._kept_names[i]
+        return self.name(self.n_keys() + i)
 
     def keys(self) -> ByName[int]:
         """Return the keys of the metadata with their indices, in the order of the file."""
@@ -146,6 +172,12 @@ cdef class HeaderBytes:
     def tensor_names(self) -> ByName[int]:
         """Return the names of the tensors with their indices, in the order of the file."""
         return ByName(self.n_tensors(), self.name_at, index_of)
+
+    def rows(self) -> Iterator[tuple[str, tuple[int, ...], str, int | None, int, int]]:
+        """Yield the name of each tensor, and what `tensor` returns."""
+        cdef uint64_t i
+        for i in range(self.n_tensors()):
+            yield (self.name_at(i), *self.tensor(i))
 
     @property
     def data_end(self) -> int:

@@ -24,6 +24,7 @@ from unimem.base.kernel_files import read_text
 from unimem.base.text import format_bytes
 from unimem.errors import ClosedError, PlacementError
 from unimem.remote.arrivals import Arrivals
+from unimem.remote.client import shown
 from unimem.system import limits, policy
 from unimem.system.placement import PlacementOptions
 from unimem.system.pressure import Pressure, memory_pressure, why_exposed
@@ -284,13 +285,21 @@ def load_model(model: ModelFiles, request: LoadRequest, undo: ExitStack) -> Load
     return read_model(model, request, _choose_buffered(model, request, choice), undo)
 
 
-def way_of(path: object, load: EngineLoad) -> EngineLoad:
+def way_of(path: object, load: EngineLoad, budget: int | str | None = None) -> EngineLoad:
     """Return the load mode to plan for.
 
-    A model from a server is planned by its headers, and read instead of mapped.
+    A model from a server is planned by its headers, and read instead of mapped. ValueError if it
+    would be streamed, for which a `budget` asks, too.
     """
     check_load(load, for_engine=True)
-    return "direct" if load == "auto" and is_url(path) else load
+    if not is_url(path):
+        return load
+    if load == "stream" or budget is not None:
+        raise ValueError(
+            f"load='stream' of {shown(path)}: pieces are read again and again, from a local disk: "
+            "copy the model there first; um.stage keeps one from a server in memory, if it fits"
+        )
+    return "direct" if load == "auto" else load
 
 
 def check_load(load: object, *, for_engine: bool = False) -> None:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-__all__ = ["ByName", "KeptNames"]
+__all__ = ["ByName"]
 
 _T = TypeVar("_T")
 
@@ -66,6 +66,9 @@ class ByName(Mapping[str, _T]):
     def __len__(self) -> int:
         return self._n
 
+    def __reduce__(self) -> tuple[type[dict[str, _T]], tuple[dict[str, _T]]]:
+        return dict, (dict(self),)
+
     def __repr__(self) -> str:
         whose = self._whose.removesuffix("'s")
         return f"<{self._n} {self._kind} of the {whose}>"
@@ -95,16 +98,3 @@ class _Values(ValuesView[_T]):
 
     def __iter__(self) -> Iterator[_T]:
         return (value for _, value in self._mapping._pairs())
-
-
-class KeptNames:
-    """Names in one piece, as a list of their texts would take five times as much."""
-
-    def __init__(self, n: int, name: Callable[[int], str]) -> None:
-        self._bytes, self._ends = bytearray(), np.zeros(n + 1, np.int64)
-        for i in range(n):
-            self._bytes += name(i).encode()
-            self._ends[i + 1] = len(self._bytes)
-
-    def __getitem__(self, i: int) -> str:
-        return self._bytes[self._ends[i] : self._ends[i + 1]].decode()

@@ -14,7 +14,6 @@ from unimem._core.tape import DeviceTape, Tape
 from unimem.base.arguments import integer
 from unimem.base.text import format_ranges
 from unimem.errors import CapacityError, ClosedError, PlacementError
-from unimem.remote.client import is_url, shown
 from unimem.system import limits, policy
 from unimem.system.placement import Lock, Placement, PlacementOptions, sum_placements
 from unimem.weights import residency
@@ -27,6 +26,7 @@ from unimem.weights.loading import (
     LoadRequest,
     Progress,
     load_model,
+    way_of,
     why_model_exposed,
 )
 from unimem.weights.node_copies import find_nearest, is_mirrored
@@ -162,11 +162,12 @@ class Weights(Contents):
                 yield ledger.Part(f"weights:{tensor.type}", tensor.address, n, n, n)
 
     def _opened(self) -> Loaded:
-        if self._loaded is not None:
-            self._loaded.lifetime.check()
-        if self._loaded is None or self.closed:
+        loaded = self._loaded  # another thread may reset it
+        if loaded is not None:
+            loaded.lifetime.check()
+        if loaded is None or self.closed:
             raise ClosedError(f"Weights '{self.files[0]}' are closed")
-        return self._loaded
+        return loaded
 
     def _check_open(self) -> None:
         self._opened()
@@ -705,11 +706,7 @@ def open_weights(
 def open_planned(path: Source, request: LoadRequest) -> Weights:
     """Open a model as `open_weights`, and map it if a plan does: see `LoadRequest.why_mapped`."""
     request.check()
-    if request.load == "stream" and is_url(path):
-        raise ValueError(
-            f"load='stream' of {shown(path)}: pieces are read again and again, from a local disk: "
-            "copy the model there first; um.stage keeps one from a server in memory, if it fits"
-        )
+    way_of(path, request.load)  # refuses to stream from a server
     with ExitStack() as undo:
         with open_files(path, part=request.part) as model:
             load = load_streamed if request.load == "stream" else load_model

@@ -4,7 +4,6 @@ from unimem.weights.header_bytes cimport HeaderBytes
 
 cdef class SafetensorsHeader(HeaderBytes):
     cdef um.um_safetensors _safetensors
-    cdef str _text(self, um.um_safetensors_text text)
-    cdef bytes _utf8(self, um.um_safetensors_text text)
+    cdef bytes _utf8(self, const unsigned char *text, um.uint64_t nbytes)
     cdef const um.um_safetensors_kv *_kv(self, Py_ssize_t index) except NULL
     cdef const um.um_safetensors_tensor *_tensor(self, Py_ssize_t index) except NULL

@@ -4,11 +4,11 @@ from unimem.errors import SafetensorsError
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.unicode cimport PyUnicode_DecodeUTF8
-from libc.stdint cimport uint64_t
+from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memchr
 
 from unimem._core cimport native as um
-from unimem.weights.header_bytes cimport HeaderBytes
+from unimem.weights.header_bytes cimport HeaderBytes, named
 from unimem._core.region cimport Region
 
 # Headers of about 500 tensors fit into the first read. A longer one is read again from its start.
@@ -53,34 +53,40 @@ cdef class SafetensorsHeader(HeaderBytes):
         """The offset of the tensor data in the file."""
         return self._begin + self._safetensors.header_nbytes
 
-    cdef bytes _utf8(self, um.um_safetensors_text text):
+    cdef bytes _utf8(self, const unsigned char *text, uint64_t nbytes):
         # Escapes are rare, and never shorter than the text that they encode.
-        utf8 = PyBytes_FromStringAndSize(<const char *>self._bytes + text.offset, text.nbytes)
-        if memchr(self._bytes + text.offset, b"\\", text.nbytes) == NULL:
+        utf8 = PyBytes_FromStringAndSize(<const char *>text, <Py_ssize_t>nbytes)
+        if memchr(text, b"\\", nbytes) == NULL:
             return utf8
-        n = um.um_safetensors_write_text(self._bytes, text, PyBytes_AS_STRING(utf8))
+        n = um.um_safetensors_write_text(text, um.um_safetensors_text(0, <uint32_t>nbytes),
+                                         PyBytes_AS_STRING(utf8))
         return utf8[:n]
 
-    cdef str _text(self, um.um_safetensors_text text):
-        if memchr(self._bytes + text.offset, b"\\", text.nbytes) == NULL:
-            return PyUnicode_DecodeUTF8(<const char *>self._bytes + text.offset, text.nbytes, NULL)
-        return self._utf8(text).decode()
+    cdef str text(self, const unsigned char *utf8, uint64_t nbytes):
+        if memchr(utf8, b"\\", nbytes) == NULL:
+            return PyUnicode_DecodeUTF8(<const char *>utf8, <Py_ssize_t>nbytes, NULL)
+        return self._utf8(utf8, nbytes).decode()
+
+    cdef named name_place(self, uint64_t i) noexcept:
+        cdef uint64_t n = self._safetensors.n_kv
+        cdef um.um_safetensors_text name
+        name = self._safetensors.kv[i].key if i < n else self._safetensors.tensors[i - n].name
+        return named(name.offset, name.nbytes)
 
     cdef uint64_t n_keys(self):
         return self._safetensors.n_kv
 
-    cdef str key(self, uint64_t i):
-        return self._text(self._safetensors.kv[i].key)
-
     def value(self, Py_ssize_t index) -> str:
         """Return a value of the metadata."""
         cdef Region _held = self.opened()
-        return self._text(self._kv(index).value)
+        cdef um.um_safetensors_text value = self._kv(index).value
+        return self.text(self._bytes + value.offset, value.nbytes)
 
     def raw_value(self, Py_ssize_t index) -> bytes:
         """Return ``b"str\\0"`` and the value as UTF-8, which no value of another type has."""
         cdef Region _held = self.opened()
-        return b"str\0" + self._utf8(self._kv(index).value)
+        cdef um.um_safetensors_text value = self._kv(index).value
+        return b"str\0" + self._utf8(self._bytes + value.offset, value.nbytes)
 
     cdef const um.um_safetensors_kv *_kv(self, Py_ssize_t index) except NULL:
         if not 0 <= index < <Py_ssize_t>self._safetensors.n_kv:
@@ -89,9 +95,6 @@ cdef class SafetensorsHeader(HeaderBytes):
 
     cdef uint64_t n_tensors(self):
         return self._safetensors.n_tensors
-
-    cdef str name(self, uint64_t i):
-        return self._text(self._safetensors.tensors[i].name)
 
     cdef const um.um_safetensors_tensor *_tensor(self, Py_ssize_t index) except NULL:
         if not 0 <= index < <Py_ssize_t>self._safetensors.n_tensors:

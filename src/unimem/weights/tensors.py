@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -175,6 +175,15 @@ class Tensor:
                 f"tensor '{self.name}': expected dtype {array.dtype} without a copy, got {wanted}"
             )
         return array if not copy and wanted == array.dtype else array.astype(wanted)
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be pickled: its data is memory of this process. Open "
+            "the file in the other process"
+        )
 
     def __dlpack__(self, **options: Any) -> Any:
         return self.as_array().__dlpack__(**options)

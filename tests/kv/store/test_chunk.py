@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import os
 import re
@@ -23,6 +25,7 @@ from unimem.kv.store.chunk import (
     MixedLayers,
     chunk_keys,
     find_fault,
+    find_fault_alone,
     seal,
 )
 
@@ -102,12 +105,25 @@ def sealed() -> np.ndarray:
 
 def test_each_flipped_bit_is_found() -> None:
     blob = sealed()
-    assert find_fault(CHUNK, KEY, blob) is None
+    faults = [find_fault(CHUNK, KEY, blob), find_fault_alone(KEY, blob, {})]
+    assert faults == [None, None]
     for bit in [*range(0, 8 * 128), *range(8 * HEADER_BYTES - 8, 8 * CHUNK.nbytes, 41)]:
         blob[bit // 8] ^= 1 << bit % 8
         assert find_fault(CHUNK, KEY, blob) is not None, f"bit {bit}"
+        assert find_fault_alone(KEY, blob, CHUNK.rows) is not None, f"bit {bit}"
         blob[bit // 8] ^= 1 << bit % 8
     assert find_fault(CHUNK, KEY, blob) is None
+    assert find_fault_alone(KEY, blob, {"n_tokens": 6}) is not None
+
+
+def test_a_salt_changes_all_identities() -> None:
+    kind, ids = EqualLayers(2, 4, 64, "f16", "f16"), np.arange(8, dtype=np.int32)
+    found = [key for salt in (b"", b"a", b"b") for key in chunk_keys(kind, "m", ids, 4, salt)]
+    assert len({*found}) == 6
+    # As docs/store.md says, by another function.
+    text = f"unimem.kv-chunk/1\n{kind.text}\nm".encode()
+    root = hmac.new(b"a", text, "sha256").digest()
+    assert found[2] == hashlib.sha256(root + ids[:4].tobytes()).digest()
 
 
 def test_a_swapped_chunk_is_noticed() -> None:

@@ -30,6 +30,7 @@ from support.files.prefix_stores import (
     shm,
 )
 from support.processes.forks import in_child, refuses
+from unimem.kv.store.engine_chunks import EngineChunks
 
 __all__ = ["shm"]  # a fixture
 
@@ -413,3 +414,23 @@ def test_a_chunk_stays_if_it_cannot_be_opened_now(
         assert store.stat().damaged_chunks == 0
         assert store.restore_into(out, TOKENS, model=MODEL) == 40
         assert bytes_of(out, 40) == bytes_of(kv, 40)
+
+
+def test_a_tenant_finds_its_own_chunks_alone(tmp_path: Path, shm: Path) -> None:
+    salts, out = ("", "a", "b"), np.zeros(64, np.uint8)
+    with cache(16) as kv:
+        for i, salt in enumerate(salts):
+            with opened(tmp_path, ram_bytes=1 << 20, salt=salt) as store:
+                engine = EngineChunks(store, "engine", 64)
+                assert store.longest(TOKENS, model=MODEL, kv=kv) == 0
+                assert not engine.has(b"key")
+                assert store.put(kv, TOKENS, model=MODEL) == 16
+                engine.put(b"key", out)
+                assert store.stat().tiers[-1].n_chunks == 3 * (i + 1)
+                assert "salt" not in repr(store)
+        for salt in salts:
+            with opened(tmp_path, salt=salt) as store:
+                assert store.longest(TOKENS, model=MODEL, kv=kv) == 16
+                assert EngineChunks(store, "engine", 64).get(b"key", out)
+    with pytest.raises(TypeError, match="salt: expected a string"):
+        um.KVStore(tmp_path, ram_bytes=0, salt=b"a")  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ import copy
 import gc
 import pickle
 import warnings
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -626,8 +627,15 @@ class OwnerContract(Contract):
         with warnings.catch_warnings():
             # A warning that is looked at holds what it is about; what that stands on goes later.
             warnings.simplefilter("ignore", ResourceWarning)
-            with pytest.warns(ResourceWarning, match="unclosed"):
+            one = weakref.ref(cache)
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always")
                 del cache
+            said = [str(warning.message) for warning in found]
+            found.clear()
+            holders = gc.get_referrers(one())
+            assert any("unclosed" in text for text in said), f"no warning: held by {holders}"
+            del holders
         assert not kind.is_mapped(address)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,3 +83,11 @@ def large_cache(value: int | None = 7) -> Iterator[um.KVCache]:
                 kv._body._restore_rows(*lane, 512, 512)[:] = value
             kv.commit(512)
         yield kv
+
+
+def needs_notes(folder: Path) -> None:
+    """Skip a test where the file system keeps no attributes of files."""
+    try:
+        os.setxattr(folder, "user.unimem", b"x")
+    except OSError:
+        pytest.skip("the file system keeps no attributes of files")

@@ -129,7 +129,11 @@ class HostDriver(cuda_driver.Driver):
     def to_tensor(self, array: Any) -> Any:
         from unimem.torch import tensor
 
-        return tensor(numpy_of(array))
+        with cuda_driver.torch().inference_mode(False):
+            return tensor(numpy_of(array))
+
+    def new_tensor(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        return self.to_tensor(self.empty(shape, dtype))
 
     # ---- streams ----
 
@@ -137,6 +141,9 @@ class HostDriver(cuda_driver.Driver):
         # A forked child has no CUDA, and not even a current stream.
         assert os.getpid() == self._pid, "CUDA is asked in a forked child"
         return 0 if stream is None else super().stream(stream)
+
+    def torch_stream(self) -> int:
+        return self.stream()
 
     def new_stream(self) -> HostStream:
         return HostStream()
@@ -154,6 +161,16 @@ class HostDriver(cuda_driver.Driver):
         self._check_inside(from_, nbytes)
         self.calls.append(("copy", to, from_, nbytes, stream))
         ctypes.memmove(to, from_, nbytes)
+
+    def copy_rows(
+        self, to: int, to_step: int, from_: int, from_step: int, shape: tuple[int, int], stream: int
+    ) -> None:
+        self.calls.append(("copy rows", to, from_, shape, stream))
+        for row in range(shape[0]):
+            at = to + row * to_step, from_ + row * from_step
+            for address in at:
+                self._check_inside(address, shape[1])
+            ctypes.memmove(*at, shape[1])
 
     def _check_inside(self, address: int, nbytes: int) -> None:
         for begin, size in self.allocated.items():
@@ -173,10 +190,14 @@ class HostDriver(cuda_driver.Driver):
             for name, launch in host_kernels.module(source, names).items()
         }
 
+    def launching(self, name: str) -> None:
+        """Do nothing, before each launch; tests replace it."""
+
     def _noted(self, name: str, launch: Launcher) -> Launcher:
         def noted(
             grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], stream: int
         ) -> None:
+            self.launching(name)
             self.calls.append(("launch", name, stream))
             launch(grid, block, args, stream)
 

@@ -109,6 +109,39 @@ def compiled(source: str, names: tuple[str, ...]) -> ctypes.CDLL:
         return ctypes.CDLL(str(built))
 
 
+class DriversCall:
+    """A substitute for cuLaunchKernel, at `address`: it launches kernels by their handles."""
+
+    _KIND = ctypes.CFUNCTYPE(
+        *(ctypes.c_int, ctypes.c_size_t, *[ctypes.c_uint] * 7, ctypes.c_size_t),
+        *(ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p),
+    )
+
+    def __init__(self) -> None:
+        self.status = self.n_launches = 0  # what it returns: 0 if it launches
+        self._kernels: list[tuple[str, Launcher]] = []
+        self._call = self._KIND(self._launch)
+        self.address = ctypes.cast(self._call, ctypes.c_void_p).value or 0
+
+    def with_handle(self, name: str, launch: Launcher) -> Launcher:
+        """Give a kernel a handle."""
+        self._kernels.append((name, launch))
+        handled = functools.partial(launch)
+        handled.__dict__["handle"] = len(self._kernels)
+        return handled
+
+    def _launch(self, handle: int, *given: Any) -> int:
+        *shapes, _shared, stream, parameters, _extra = given
+        if self.status == 0:
+            self.n_launches += 1
+            name, launch = self._kernels[handle - 1]
+            nbytes = 200 if name.startswith("append") else 72  # the structures of the kernels
+            structure = np.dtype((np.void, nbytes))
+            arguments = np.frombuffer(ctypes.string_at(parameters[0], nbytes), structure)
+            launch(tuple(shapes[:3]), tuple(shapes[3:6]), (arguments,), stream)
+        return self.status
+
+
 def launcher_of(name: str, function: Callable[..., int]) -> Launcher:
     def launch(
         grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], _stream: int

@@ -47,9 +47,9 @@ class Place(ABC):
 
     def rows(self, stored: str) -> Any:
         """The kernels for a type of rows."""
-        from unimem.cuda.kernels import RowKernels
+        from unimem.cuda.kernels import row_kernels
 
-        return RowKernels(self.driver, stored)
+        return row_kernels(self.driver, stored)
 
 
 # ---- what is expected ----
@@ -141,10 +141,11 @@ def append(
     out = place.up(np.full((2, layers, streams, lane), UNTOUCHED, np.uint8))
     there = [place.up(a) for a in (k, v) if a is not None]
     k_at, v_at = [*map(place.address, there), 0][:2]
+    strides = [a.strides for a in (k, v) if a is not None]
     k_out = place.address(out)
     v_out, steps = k_out + layers * streams * lane, (streams * lane, lane, row_bytes)
     place.rows(stored).append(
-        (k_at, v_at, given, k.shape, k.strides),
+        (k_at, v_at, given, k.shape, *strides),
         (k_out, v_out, *steps, row, n_rows, row_address),
         0,
     )
@@ -197,13 +198,20 @@ class RowContract:
         tokens = tokens_of(given, (2, 2, 3, 5, 32))
         want = expected(tokens, given, stored, n_rows=5).tobytes()
         backwards = tokens[:, :, ::-1, ::-1, ::-1].copy()[:, :, ::-1, ::-1, ::-1]
-        assert append(place, backwards, None, given, stored, n_rows=5)[0].tobytes() == want
-        for _ in range(8):
-            order = tuple(int(axis) for axis in rng.permutation(5))
-            k = strided(tokens, order, tuple(int(gap) for gap in rng.integers(1, 4, 5)))
-            found, v_found = append(place, k, None, given, stored, n_rows=5)
-            assert found.tobytes() == want, k.strides
-            assert (v_found == UNTOUCHED).all()
+        found, v_found = append(place, backwards, None, given, stored, n_rows=5)
+        assert found.tobytes() == want
+        assert (v_found == UNTOUCHED).all()
+        for _ in range(8):  # K and V of different strides
+            k, v = (
+                strided(
+                    tokens,
+                    tuple(int(axis) for axis in rng.permutation(5)),
+                    tuple(int(gap) for gap in rng.integers(1, 4, 5)),
+                )
+                for _ in "kv"
+            )
+            for lanes in append(place, k, v, given, stored, n_rows=5):
+                assert lanes.tobytes() == want, (k.strides, v.strides)
         # One token for all streams, and one value for a whole head.
         wide = np.broadcast_to(tokens[:, :1, :, :, :1], tokens.shape)
         want = expected(wide, given, stored, n_rows=5).tobytes()

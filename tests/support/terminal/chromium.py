@@ -41,6 +41,21 @@ onload = () => {
 }
 </script>"""
 
+# Many pages of a folder, measured at once, by a browser that takes files for one origin.
+_FRAMES = """<!doctype html><body>{frames}<pre></pre><script>
+onload = () => {
+  const found = {}
+  for (const frame of document.querySelectorAll("iframe")) {
+    const root = frame.contentDocument.documentElement
+    const tables = [...root.querySelectorAll(".table-wrapper")]
+    const cut = tables.filter(e => e.scrollWidth > e.clientWidth + 1).length
+    found[frame.name] = [root.scrollWidth - root.clientWidth, cut]
+  }
+  document.body.innerHTML = "<pre></pre>"
+  document.querySelector("pre").textContent = JSON.stringify(found)
+}
+</script>"""
+
 
 @cache
 def find_chromium() -> str:
@@ -61,12 +76,13 @@ def find_chromium() -> str:
     return found
 
 
-def _run(page: Path, *options: str) -> str:
+def dump(address: str, *options: str) -> str:
+    """Return the document that a page has become."""
     command = [find_chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
     command += ["--disable-dev-shm-usage", "--hide-scrollbars", *options]
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
-            [*command, f"--user-data-dir={folder}", page.as_uri()],
+            [*command, f"--user-data-dir={folder}", "--dump-dom", address],
             capture_output=True,
             text=True,
             timeout=120,
@@ -92,5 +108,23 @@ def look_at(page: Path, width: int, height: int = 800) -> Any:
         part is seen only after scrolling), ``smallest`` (font, in pixels), ``text`` (what is seen),
         ``light`` and ``dark`` (background and text).
     """
-    dom = _run(_framed(page, width, height, _MEASURE), "--dump-dom")
+    return _result(dump(_framed(page, width, height, _MEASURE).as_uri()))
+
+
+def _result(dom: str) -> Any:
     return json.loads(html.unescape(dom.partition("<pre>")[2].partition("</pre>")[0]))
+
+
+def measure_pages(folder: Path, width: int) -> dict[str, tuple[int, int]]:
+    """Return of all pages in a folder the pixels that each is too wide, and its tables cut."""
+    frames = "".join(
+        f'<iframe width={width} height=800 name="{name}" src="{name}"></iframe>'
+        for name in sorted(str(path.relative_to(folder)) for path in folder.rglob("*.html"))
+    )
+    page = folder / f"all.{width}.html"
+    page.write_text(_FRAMES.replace("{frames}", frames))
+    try:
+        found = _result(dump(page.as_uri(), "--allow-file-access-from-files"))
+    finally:
+        page.unlink()
+    return {name: tuple(figures) for name, figures in found.items()}

@@ -1,9 +1,10 @@
 # KV caches in memory that the CPU cannot touch.
 cimport numpy as cnp
-from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 
 from unimem._core cimport native as um
 from unimem.kv.inputs cimport Bytes, Given
+from unimem.kv.row_kernels cimport RowKernels
 from unimem.kv.cache.rows cimport KVRows
 from unimem._core.region cimport Region
 from unimem._core.tape cimport DeviceTape
@@ -17,8 +18,16 @@ cdef class DeviceTokens:
     # At most five dimensions; strides are in bytes.
     cdef cnp.npy_intp[5] sizes
     cdef cnp.npy_intp[5] steps
-    # The strides of these axes.
-    cdef tuple along(self, tuple axes)
+    # The strides of these axes; -1 is none.
+    cdef void find_along(self, const int *axes, int64_t[5] out) noexcept
+
+# Where tokens go: their number, the first layer and the number of layers, the row of the first, and
+# the address of an int32 that is that row, or 0.
+cdef struct Span:
+    uint64_t n
+    uint32_t layer, n_layers
+    uint64_t row
+    uintptr_t row_address
 
 # The driver's own call that queues a copy: to, from, bytes, stream.
 ctypedef int (*Copy)(uintptr_t, uintptr_t, size_t, uintptr_t) noexcept nogil
@@ -34,6 +43,8 @@ cdef class KVDevice(KVRows):
     # Tensors of all rows of K and V, by layer, where views are slices of these.
     cdef readonly dict _whole
     cdef readonly object _driver
+    # The kernels for its rows, and those that copy q8_0 blocks, or None.
+    cdef public RowKernels _kernels, _blocks
     # Its number, and DLPack's of its kind.
     cdef int _device, _device_type
     # The stream on which rows move: that of an append that makes room, or None: the current one.
@@ -62,8 +73,9 @@ cdef class KVDevice(KVRows):
     cdef Copy _copy
     # Queues a copy.
     cdef int copy_rows(self, uintptr_t to, uintptr_t from_, size_t nbytes, object stream) except -1
-    cdef object write(self, DeviceTokens k, DeviceTokens v, um.um_dtype given, tuple axes,
-                      tuple span, object stream)
+    # Queues a kernel.
+    cdef int write(self, DeviceTokens k, DeviceTokens v, um.um_dtype given, const int *axes,
+                   const Span *span, uintptr_t stream) except -1
     cdef int find_rows_on(self, object stream, um.um_error *err, uint64_t n) except -1
     cdef int move_bytes(self, uintptr_t to, uintptr_t from_, size_t nbytes) except -1
     cdef int move_piece(self, uintptr_t to, uintptr_t from_, size_t nbytes) except -1

@@ -2,7 +2,7 @@
 """KV caches in memory that the CPU cannot touch: the part of `cuda.KVCache` run for each token.
 
 Positions and rows are kept on the host, as for every cache. All that touches the memory is queued
-on a stream of the driver: a plain copy, or a kernel that the subclass launches.
+on a stream of the driver: a plain copy, or a kernel.
 """
 import warnings
 
@@ -11,7 +11,7 @@ from unimem.kv.types import KV_TYPES, kv_type
 
 cimport cython
 cimport numpy as cnp
-from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 
 from unimem._core cimport native as um
 from unimem._core.arrays cimport dtype_of
@@ -21,6 +21,8 @@ from unimem.kv.inputs cimport (
     Given, check_token_shapes, check_types, find_bytes, fits_tokens, layer_number, on_device,
     refuse_tokens,
 )
+from unimem.kv.row_kernels cimport Append, RowKernels
+from unimem.kv.types cimport BLOCK_VALUES
 from unimem.kv.cache.rows cimport KVRows, is_v
 from unimem._core.region cimport Region, new_window
 from unimem._core.tape cimport DeviceTape
@@ -31,17 +33,34 @@ from unimem._core.tape cimport DeviceTape
 
 cnp.import_array()
 
-# The axes of given arrays that are layers, streams, heads, tokens and values.
-cdef dict _AXES = {um.UM_KV_TOKEN_MAJOR: (None, None, 1, 0, 2),
-                   um.UM_KV_HEAD_MAJOR: (None, 0, 1, 2, 3)}
-cdef tuple _OF_ALL_LAYERS = (0, None, 1, None, 2)
+cdef enum:
+    # One launch costs less than two copies, but a kernel copies many bytes more slowly.
+    FEW_BYTES = 65536
+    BLOCK_HALVES = 17  # the elements of two bytes of a q8_0 block
+
+# The axes of given arrays that are layers, streams, heads, tokens and values; -1 is none.
+cdef int[5] _TOKEN_MAJOR = [-1, -1, 1, 0, 2]
+cdef int[5] _HEAD_MAJOR = [-1, 0, 1, 2, 3]
+cdef int[5] _OF_ALL_LAYERS = [0, -1, 1, -1, 2]
 
 
 @cython.final
 @cython.freelist(8)
 cdef class DeviceTokens:
-    cdef tuple along(self, tuple axes):
-        return tuple([0 if axis is None else self.steps[<int>axis] for axis in axes])
+    cdef void find_along(self, const int *axes, int64_t[5] out) noexcept:
+        cdef int i
+        for i in range(5):
+            out[i] = 0 if axes[i] < 0 else self.steps[axes[i]]
+
+
+cdef void _permute(int64_t[5] steps, int layer, int stream, int head) noexcept:
+    steps[0], steps[1], steps[2] = steps[layer], steps[stream], steps[head]
+
+
+cdef const int *_axes(um.um_kv_order order) noexcept:
+    if order == um.UM_KV_TOKEN_MAJOR:
+        return _TOKEN_MAJOR
+    return _HEAD_MAJOR
 
 
 cdef um.um_status _move(void *context, void *to, const void *from_, size_t nbytes) noexcept:
@@ -57,13 +76,11 @@ cdef um.um_status _move(void *context, void *to, const void *from_, size_t nbyte
 cdef class KVDevice(KVRows):
     """The base of `cuda.KVCache`: fixed storage on a device's tape.
 
-    A subclass calls `_plan`, and `_place` with a tape. It queues what is no plain copy:
-    ``_write(k, v, k_steps, v_steps, given, (n, layer, n_layers, row, row_address), stream)`` writes
-    the rows of n tokens of these layers, from addresses, with the bytes from one to the next layer,
-    stream, head, token and value.
+    A subclass calls `_plan`, sets `_kernels` and `_blocks`, and calls `_place` with a tape.
     """
     #: _dtype: np.dtype[Any]
     #: _whole: dict[int, tuple[Any, Any]]
+    #: _blocks: RowKernels | None
 
     def _plan(self, wanted: KVSpec) -> int:
         """Check a `KVSpec`, and return the bytes of its storage."""
@@ -123,7 +140,7 @@ cdef class KVDevice(KVRows):
         cdef size_t most = to - from_ if to > from_ else from_ - to, left = nbytes, n, at
         if self._moving is None:  # Python code runs before the first byte moves
             if self._stream is None:
-                self._stream = self._driver.stream()
+                self._stream = self._current_stream()
             self._moving = self._tape._memory
         while left > 0:
             n = min(left, most)
@@ -212,10 +229,10 @@ cdef class KVDevice(KVRows):
     cdef int check_given(self, Given *out, DeviceTokens k, DeviceTokens v, str doing) except -1:
         cdef um.um_kv_spec *s = &self.kv.spec
         check_types(out, k.dtype, v.dtype, s.type, doing)
-        if (not fits_tokens(out, k.n_dims, k.sizes, s.batch, s.n_kv_heads, s.head_dim)
+        if (not fits_tokens(out, k.n_dims, k.sizes, self._batch, self._heads, s.head_dim)
                 or k.n_dims != v.n_dims
                 or not cnp.PyArray_CompareLists(k.sizes, v.sizes, min(k.n_dims, 5))):
-            refuse_tokens(out, s.batch, s.n_kv_heads, s.head_dim, doing, tuple(k.owner.shape),
+            refuse_tokens(out, self._batch, self._heads, s.head_dim, doing, tuple(k.owner.shape),
                           tuple(v.owner.shape))
         return 0
 
@@ -245,10 +262,45 @@ cdef class KVDevice(KVRows):
             self._driver.copy(to, from_, nbytes, stream)
         return 0
 
-    cdef object write(self, DeviceTokens k, DeviceTokens v, um.um_dtype given, tuple axes,
-                      tuple span, object stream):
-        self._write(k.bytes.at, v.bytes.at, k.along(axes), v.along(axes), KV_TYPES[given], span,
-                    stream)
+    cdef int write(self, DeviceTokens k, DeviceTokens v, um.um_dtype given, const int *axes,
+                   const Span *span, uintptr_t stream) except -1:
+        cdef um.um_kv_spec *s = &self.kv.spec
+        cdef int64_t lane = self.kv.lane_stride, lanes = self.heads_apart()
+        cdef int64_t of_layer = 2 * lane * s.batch, of_stream = lane * lanes
+        cdef int64_t outer = <int64_t>span.n_layers * self._batch  # one of both is 1
+        cdef int which = 0 if span.n_layers > 1 else 1
+        cdef RowKernels kernels = self._kernels
+        cdef str named = KV_TYPES[given]
+        cdef Append a
+        a.k, a.v = k.bytes.at, v.bytes.at
+        a.k_out = <uintptr_t>um.um_kv_lane(&self.kv, span.layer, 0, 0)
+        a.v_out = a.k_out + s.batch * lane
+        k.find_along(axes, a.k_strides)
+        v.find_along(axes, a.v_strides)
+        a.out_layer_stride, a.out_lane_stride = of_layer, of_stream
+        a.row_bytes, a.n_rows = self.kv.row_bytes, self.kv.n_rows
+        a.row, a.row_address = span.row, span.row_address
+        if given == um.UM_Q8_0:
+            # Blocks are copied. To the kernel a block is a head of float16, a head is a layer, and
+            # layers or streams are streams.
+            kernels, named = self._blocks, "f16"
+            a.sizes[:] = [self._heads, outer, s.head_dim // BLOCK_VALUES, span.n, BLOCK_HALVES]
+            a.out_lane_stride = of_layer if which == 0 else of_stream
+            a.out_layer_stride = lane
+            if lanes == 1:
+                a.out_layer_stride = s.head_dim // BLOCK_VALUES * 2 * BLOCK_HALVES
+            _permute(a.k_strides, 2, which, 4)
+            _permute(a.v_strides, 2, which, 4)
+            a.k_strides[4] = a.v_strides[4] = 2
+        elif lanes > 1:  # to the kernel a head is a stream, and layers or streams are layers
+            a.sizes[:] = [outer, lanes, 1, span.n, s.head_dim]
+            a.out_layer_stride = of_layer if which == 0 else of_stream
+            a.out_lane_stride = lane
+            _permute(a.k_strides, which, 2, 2)
+            _permute(a.v_strides, which, 2, 2)
+        else:
+            a.sizes[:] = [span.n_layers, self._batch, self._heads, span.n, s.head_dim]
+        return kernels.queue_append(named, &a, stream)
 
     @cython.critical_section
     def append(self, layer: int, k: Any, v: Any, *, stream: Any = None) -> None:
@@ -261,10 +313,10 @@ cdef class KVDevice(KVRows):
         k, v : cupy.ndarray, torch.Tensor, or an array on the device that has ``__dlpack__``
             Both have one shape, ``[n, n_kv_heads, head_dim]`` (batch 1) or
             ``[batch, n_kv_heads, n, head_dim]``, with any strides, and one dtype, float32, float16
-            or bfloat16. Tokens of the cache's dtype in ``[n, n_kv_heads, head_dim]`` without gaps
-            cost two asynchronous copies; other tokens cost one launch of a kernel, which converts,
-            rounding to nearest even. A ``"q8_0"`` cache takes blocks, too, as `layer` shows them.
-            The arrays may be changed or dropped once the stream has passed the append.
+            or bfloat16. They cost one launch of a kernel, which converts, rounding to nearest
+            even; many tokens of the cache's dtype in ``[n, n_kv_heads, head_dim]`` without gaps
+            cost two asynchronous copies. A ``"q8_0"`` cache takes blocks, too, as `layer` shows
+            them. The arrays may be changed or dropped once the stream has passed the append.
         stream : object, optional
             A CUDA stream; by default torch's current one if k and v are its tensors, else CuPy's.
 
@@ -294,6 +346,7 @@ cdef class KVDevice(KVRows):
         cdef size_t nbytes
         cdef uintptr_t out
         cdef uint32_t index
+        cdef Span span
         self.open_region()  # first: a forked child has no driver to ask
         keys, values, stream = self.find_pair(k, v, stream)
         index = layer_number(layer, s.n_layers, "layer")
@@ -309,16 +362,16 @@ cdef class KVDevice(KVRows):
         _held = self._tape._memory  # during a call of CUDA another thread may close the cache
         self._writing = True
         try:
-            if (given.type == s.type and s.batch == 1 and keys.bytes.in_order
-                    and values.bytes.in_order
+            nbytes = given.n * self.kv.row_bytes
+            if (nbytes > FEW_BYTES and given.type == s.type and s.batch == 1
+                    and keys.bytes.in_order and values.bytes.in_order
                     and (given.order == um.UM_KV_TOKEN_MAJOR or given.n == 1)):
-                nbytes = given.n * self.kv.row_bytes
                 out = <uintptr_t>um.um_kv_lane(&self.kv, index, 0, 0) + row * self.kv.row_bytes
                 self.copy_rows(out, keys.bytes.at, nbytes, stream)
                 self.copy_rows(out + self.kv.lane_stride, values.bytes.at, nbytes, stream)
             else:
-                self.write(keys, values, given.type, _AXES[given.order],
-                           (given.n, index, 1, row, 0), stream)
+                span = Span(given.n, index, 1, row, 0)
+                self.write(keys, values, given.type, _axes(given.order), &span, stream)
         finally:
             self._writing = False
         um.um_kv_append_end(&self.kv, index, given.n)
@@ -331,13 +384,14 @@ cdef class KVDevice(KVRows):
         cdef DeviceTokens keys, values
         cdef um.um_kv_spec *s = &self.kv.spec
         cdef uint64_t row = 0
+        cdef Span span
         cdef str doing = "KVCache.append_all"
         self.open_region()
         keys, values, stream = self.find_pair(k, v, stream)
         check_types(&given, keys.dtype, values.dtype, s.type, doing)
         check_token_shapes(&given, tuple(keys.owner.shape), tuple(values.owner.shape), s.n_layers,
-                           s.n_kv_heads, s.head_dim, s.head_dim, doing)
-        if s.batch != 1:
+                           self._heads, s.head_dim, s.head_dim, doing)
+        if self._batch != 1:
             raise ValueError("KVCache.append_all: batch is not 1")
         self.begin_change()
         self.check_apart(keys, doing)
@@ -348,8 +402,8 @@ cdef class KVDevice(KVRows):
         _held = self._tape._memory
         self._writing = True
         try:
-            self.write(keys, values, given.type, _OF_ALL_LAYERS, (1, 0, s.n_layers, row, 0),
-                       stream)
+            span = Span(1, 0, s.n_layers, row, 0)
+            self.write(keys, values, given.type, _OF_ALL_LAYERS, &span, stream)
         except BaseException:
             um.um_kv_rollback(&self.kv)
             raise
@@ -365,6 +419,7 @@ cdef class KVDevice(KVRows):
         cdef DeviceTokens keys, values, at
         cdef str doing = "KVCache.append_at"
         cdef uint32_t index
+        cdef Span span
         self.open_region()
         at = self.exchanged(row, NULL, "row")
         if at is None:
@@ -383,8 +438,8 @@ cdef class KVDevice(KVRows):
         _held = self._tape._memory
         self._writing = True
         try:
-            self.write(keys, values, given.type, _AXES[given.order],
-                       (given.n, index, 1, 0, at.bytes.at), stream)
+            span = Span(given.n, index, 1, 0, at.bytes.at)
+            self.write(keys, values, given.type, _axes(given.order), &span, stream)
         finally:
             self._writing = False
 

@@ -295,11 +295,14 @@ cdef class OneKindCache(KVStorage):
 
         Raises
         ------
-        CacheFull, CapacityError, MemoryError, PlacementError, RuntimeError, BufferError, OSError
+        CacheFull, CapacityError, MemoryError, PlacementError, RuntimeError, BufferError, OSError,
+        TypeError
             As `append`.
         """
         cdef uint64_t first = 0, n
         cdef uint32_t index = layer_number(layer, self.kv.spec.n_layers, "layer")
+        if k == 0 or v == 0:  # as of torch's tensors of zeros
+            raise TypeError("k: expected an array in main memory, got one without memory")
         self.append_rows(index, <const void *>k, <const void *>v, self.kv.spec.type, 1)
         n = um.um_kv_layer_len(&self.kv, index, &first)
         return um.um_kv_row(&self.kv, first + n - 1)

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import hmac
+import struct
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -25,6 +27,8 @@ __all__ = [
     "MixedLayers",
     "chunk_keys",
     "find_fault",
+    "find_fault_alone",
+    "root_of",
     "seal",
 ]
 
@@ -39,6 +43,8 @@ _HEADER = BinaryHeader(
     "chunk",
     versions=(2,),
 )
+_OTHER_BYTES = "its bytes are not those that were written"
+_SIZES = "data_bytes n_tokens n_lanes row_bytes".split()
 
 
 class LaneGroup(NamedTuple):
@@ -162,8 +168,15 @@ class MixedLayers(NamedTuple):
 Kind: TypeAlias = EqualLayers | MixedLayers
 
 
+def root_of(text: str, salt: bytes = b"") -> bytes:
+    """Return the hash that identities begin with; with a salt, one that only its owner knows."""
+    if salt:
+        return hmac.digest(salt, text.encode(), "sha256")
+    return hashlib.sha256(text.encode()).digest()
+
+
 def chunk_keys(
-    kind: Kind, model: str, ids: NDArray[np.int32], chunk_tokens: int
+    kind: Kind, model: str, ids: NDArray[np.int32], chunk_tokens: int, salt: bytes = b""
 ) -> Iterator[bytes]:
     """Give the identities of the whole chunks of a conversation, 32 bytes each.
 
@@ -171,8 +184,7 @@ def chunk_keys(
     to make one whose chunks another conversation would be given. `model` is a text that tells
     models apart, and `ids` are the tokens from position 0 on.
     """
-    root = f"unimem.kv-chunk/1\n{kind.text}\n{model}".encode()
-    key = hashlib.sha256(root).digest()
+    key = root_of(f"unimem.kv-chunk/1\n{kind.text}\n{model}", salt)
     words = ids.astype("<u4").tobytes()
     size = 4 * chunk_tokens
     for begin in range(0, len(words) // size * size, size):
@@ -197,6 +209,17 @@ class ChunkShape(NamedTuple):
         """Bytes of the whole chunk: header, data, and zeros up to a multiple of 4096."""
         return HEADER_BYTES + round_up(self.data_bytes, HEADER_BYTES)
 
+    @property
+    def rows(self) -> dict[str, int]:
+        """The fields of a header that tell its rows; a note has them as well."""
+        lanes = self.group.row_bytes
+        return {
+            # Only the other engine knows its tokens.
+            "n_tokens": 0 if self.of_engine else self.n_tokens,
+            "n_lanes": len(lanes),
+            "row_bytes": lanes[0] if len(set(lanes)) == 1 else 0,
+        }
+
     def lanes(self, blob: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
         """View each lane of a chunk's bytes as ``[n_tokens, row bytes]``."""
         found, begin = [], HEADER_BYTES
@@ -208,20 +231,18 @@ class ChunkShape(NamedTuple):
 
 
 def _header(chunk: ChunkShape, key: bytes, digest: bytes) -> bytes:
-    lanes = chunk.group.row_bytes
-    values = {
+    return _header_of({"data_bytes": chunk.data_bytes} | chunk.rows, key, digest)
+
+
+def _header_of(sizes: dict[str, int], key: bytes, digest: bytes) -> bytes:
+    own = {
         "header_bytes": HEADER_BYTES,
-        "file_bytes": chunk.nbytes,
-        "data_bytes": chunk.data_bytes,
+        "file_bytes": HEADER_BYTES + round_up(sizes["data_bytes"], HEADER_BYTES),
         "key": key,
         # Bound to the identity: a place that two chunks were written to at once has neither.
         "hash": bytes(a ^ b for a, b in zip(digest, key, strict=False)),
-        # Only the other engine knows its tokens.
-        "n_tokens": 0 if chunk.of_engine else chunk.n_tokens,
-        "n_lanes": len(lanes),
-        "row_bytes": lanes[0] if len(set(lanes)) == 1 else 0,
     }
-    return _HEADER.pack(values).ljust(HEADER_BYTES, b"\0")
+    return _HEADER.pack(sizes | own).ljust(HEADER_BYTES, b"\0")
 
 
 def seal(
@@ -255,17 +276,44 @@ def find_fault(
     """
     if nbytes not in (None, chunk.nbytes):
         return f"it has {nbytes} bytes, not {chunk.nbytes}"
-    found = blob[:HEADER_BYTES].tobytes()
     inside, zeros = _behind(chunk, blob)
     digest = copy_hashed(inside, out, zeros.nbytes)
-    if found == _header(chunk, key, digest) and not zeros.any():
-        return None
-    if out is not None:
+    fault = _compare(blob, _header(chunk, key, digest), zeros)
+    if fault and out is not None:
         out[:] = 0
-    at = _HEADER.offsets["key"]
-    if _HEADER.is_magic(found) and found[at : at + len(key)] != key:
+    return fault
+
+
+def find_fault_alone(key: bytes, blob: NDArray[np.uint8], note: Mapping[str, object]) -> str | None:
+    """Say what is wrong with all bytes of a file whose shape only its header has.
+
+    The file's note may have the header's fields on rows as well (`ChunkShape.rows`).
+    """
+    if len(blob) < HEADER_BYTES:
+        return f"it has {len(blob)} bytes, not those of a header"
+    head = blob[:HEADER_BYTES].tobytes()
+    codes, offsets = _HEADER.codes, _HEADER.offsets
+    sizes = {name: struct.unpack_from(codes[name], head, offsets[name])[0] for name in _SIZES}
+    n, rows = max(1, sizes["n_tokens"]), sizes["n_lanes"] * sizes["row_bytes"]
+    whole = HEADER_BYTES + round_up(sizes["data_bytes"], HEADER_BYTES)
+    if whole != len(blob):
+        return f"it has {len(blob)} bytes, not {whole}"
+    is_odd = rows * n != sizes["data_bytes"] if sizes["row_bytes"] else sizes["data_bytes"] % n
+    if is_odd or any(note.get(name, value) != value for name, value in sizes.items()):
+        return _OTHER_BYTES
+    data, zeros = np.split(blob[HEADER_BYTES:], [sizes["data_bytes"]])
+    digest = copy_hashed(data, None, zeros.nbytes)
+    return _compare(blob, _header_of(sizes, key, digest), zeros)
+
+
+def _compare(blob: NDArray[np.uint8], header: bytes, zeros: NDArray[np.uint8]) -> str | None:
+    found = blob[:HEADER_BYTES].tobytes()
+    if found == header and not zeros.any():
+        return None
+    at = slice(_HEADER.offsets["key"], _HEADER.offsets["hash"])
+    if _HEADER.is_magic(found) and found[at] != header[at]:
         return "it is another chunk than its name says"
-    return "its bytes are not those that were written"
+    return _OTHER_BYTES
 
 
 def _behind(

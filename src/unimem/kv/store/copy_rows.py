@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
-from typing import Literal, NamedTuple, Protocol, get_args
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from unimem._core import guard
+from unimem._core.block import Block
 from unimem.errors import CacheFull
 from unimem.kv.cache.cache import KVCache
+from unimem.kv.cache.device import KVDevice
 from unimem.kv.cache.layered import LayeredKVCache
 from unimem.kv.cache.one_kind import OneKindCache
 from unimem.kv.layer_specs import Layer, LayerState, kinds_of, places_of
@@ -22,7 +24,7 @@ from unimem.kv.types import kv_pair
 
 __all__ = ["Holder", "Rows", "rows_of"]
 
-Holder = KVCache | Sequence
+Holder = KVCache | KVDevice | Sequence
 Lanes = list[NDArray[np.uint8]]
 
 
@@ -61,6 +63,9 @@ class Rows(Protocol):
     def abandon(self) -> None:
         """Drop tokens that are half restored."""
 
+    def memory(self, nbytes: int) -> AbstractContextManager[NDArray[np.uint8]]:
+        """Take memory for a chunk on its way, which `read` and `write` get lanes of."""
+
 
 def rows_of(kv: Holder) -> Rows:
     """Return the rows of a cache.
@@ -70,6 +75,8 @@ def rows_of(kv: Holder) -> Rows:
     """
     if isinstance(kv, KVCache):
         return _CacheRows(kv._body)
+    if isinstance(kv, KVDevice):
+        return _DeviceRows(kv)
     if isinstance(kv, Sequence):
         return _SequenceRows(kv)
     raise TypeError(f"kv: expected a KVCache or a Sequence of a PagedKVCache, got {kv!r:.60}")
@@ -93,10 +100,18 @@ def _lanes_of(cache: OneKindCache, layer: int) -> list[_Lane]:
     return [_Lane(cache, layer, part) for part in get_args(Literal["k", "v"])]
 
 
-class _CacheRows:
-    """Rows of a `KVCache`, whose layers may differ."""
+@contextmanager
+def _main_memory(nbytes: int) -> Iterator[NDArray[np.uint8]]:
+    with Block(nbytes, pages="4k", name="chunk", category="staging") as block:
+        yield block.as_array("uint8", nbytes)
 
-    def __init__(self, kv: OneKindCache | LayeredKVCache) -> None:
+
+class _CacheRows:
+    """Rows of a `KVCache` (its `OneKindCache` or `LayeredKVCache`), or of a device's cache."""
+
+    _kv: OneKindCache | LayeredKVCache
+
+    def __init__(self, kv: Any) -> None:
         if kv.batch != 1:
             raise ValueError(f"kv: expected a cache of one stream, got one of batch={kv.batch}")
         self._kv = kv
@@ -191,6 +206,29 @@ class _CacheRows:
     def abandon(self) -> None:
         self._kv.clear()
 
+    def memory(self, nbytes: int) -> AbstractContextManager[NDArray[np.uint8]]:
+        return _main_memory(nbytes)
+
+
+class _DeviceRows(_CacheRows):
+    """Rows of a device's cache, which the driver copies from and to pinned memory."""
+
+    _kv: Any
+
+    def first_held(self, group: int) -> int:
+        return 0
+
+    def read(self, group: int, first: int, lanes: Lanes) -> None:
+        self._kv._while_held(lambda: self._kv._copy_chunk(first, lanes, to_device=False))
+
+    def write(self, group: int, first: int, lanes: Lanes) -> bool:
+        self._kv._copy_chunk(first, lanes, to_device=True)
+        return True
+
+    def memory(self, nbytes: int) -> AbstractContextManager[NDArray[np.uint8]]:
+        memory: AbstractContextManager[NDArray[np.uint8]] = self._kv._pinned(nbytes)
+        return memory
+
 
 def _rows_kind(number: int, layer: Layer) -> LayerRows:
     if isinstance(layer, LayerState):
@@ -271,3 +309,6 @@ class _SequenceRows:
     def abandon(self) -> None:
         with suppress(RuntimeError):  # the sequence was closed meanwhile
             self._sequence.rollback()
+
+    def memory(self, nbytes: int) -> AbstractContextManager[NDArray[np.uint8]]:
+        return _main_memory(nbytes)

@@ -19,10 +19,11 @@ from unimem.kv.store.chunk import (
     ChunkShape,
     LaneGroup,
     find_fault,
+    root_of,
     seal,
 )
 from unimem.kv.store.ram_tier import RamTier
-from unimem.kv.store.store import KVStore
+from unimem.kv.store.store import KVStore, note_of
 
 __all__ = ["EngineChunks"]
 
@@ -32,13 +33,17 @@ class EngineChunks:
 
     A chunk in RAM is hashed in the pass that copies it, to the store or to the engine. For other
     tiers, each thread has memory for one chunk. The store stays open. The namespace has all that
-    the bytes of a chunk depend on besides its key: the engine, the model, the layout.
+    the bytes of a chunk depend on besides its key: the engine, the model, the layout. `engine` and
+    `model` name them for `unimem store show`.
     """
 
-    def __init__(self, store: KVStore, namespace: str, chunk_bytes: int) -> None:
+    def __init__(
+        self, store: KVStore, namespace: str, chunk_bytes: int, *, engine: str = "", model: str = ""
+    ) -> None:
         self._store = store
-        self._root = hashlib.sha256(f"unimem.engine-chunk/1\n{namespace}".encode()).digest()
+        self._root = root_of(f"unimem.engine-chunk/1\n{namespace}", store._salt)
         self._shape = ChunkShape(LaneGroup(None, (chunk_bytes,)), 1, of_engine=True)
+        self._note = note_of(engine, model, namespace, store._salt, self._shape)
         self._own = threading.local()
 
     def identity(self, key: bytes) -> bytes:
@@ -79,7 +84,7 @@ class EngineChunks:
             return tiers[0].fill(identity, self._shape.nbytes, fill, used_ns)
         blob = self._blob()
         seal(self._shape, identity, blob, data)
-        written = [tier.write(identity, blob, used_ns) for tier in lacking]
+        written = [tier.write(identity, blob, used_ns, self._note) for tier in lacking]
         return any(written) or len(lacking) < len(tiers)
 
     def sync(self) -> None:
@@ -106,7 +111,7 @@ class EngineChunks:
         if is_whole:  # it was replaced meanwhile
             out[:] = 0
         blob = self._blob()
-        if not self._store._load(self._shape, identity, blob, time.time_ns()):
+        if not self._store._load(self._shape, identity, blob, time.time_ns(), self._note):
             return False
         out[:] = blob[HEADER_BYTES : HEADER_BYTES + self._shape.data_bytes]
         return True

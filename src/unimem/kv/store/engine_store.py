@@ -21,7 +21,7 @@ __all__ = ["EngineStore", "check_budgets"]
 
 # What a tier needs beside the bytes of a chunk: its header, its file, and the folder.
 _BESIDE_BYTES = 1 << 16
-_OPTIONS = ("where", "ram_bytes", "disk_bytes", "model", "n_threads")
+_OPTIONS = ("where", "ram_bytes", "disk_bytes", "model", "n_threads", "salt")
 _MOST_PROMPT_CHUNKS = 1 << 16
 
 
@@ -61,7 +61,8 @@ class EngineStore(Closing):
         n_threads = integer(options.get("n_threads", 8), "n_threads", 1, 1024)
         self._ram, self._disk = options.get("ram_bytes", 0), options.get("disk_bytes")
         budgets: dict[str, Any] = {"ram_bytes": self._ram, "disk_bytes": self._disk}
-        self._store = KVStore(options["where"], **budgets, pages="thp")
+        salt = string(options.get("salt", ""), "salt")
+        self._store = KVStore(options["where"], **budgets, pages="thp", salt=salt)
         self.readers = ThreadPoolExecutor(n_threads, f"unimem-{engine}")
         self._lock = threading.Lock()  # for all below
         self._weights: dict[str, str | None] = {}
@@ -82,7 +83,9 @@ class EngineStore(Closing):
             namespace = json.dumps(self._known | names, sort_keys=True)
             if namespace not in self._chunks:
                 check_budgets(self._engine, chunk_bytes, self._ram, self._disk)
-                self._chunks[namespace] = EngineChunks(self._store, namespace, chunk_bytes)
+                self._chunks[namespace] = EngineChunks(
+                    self._store, namespace, chunk_bytes, engine=self._engine, model=model_name
+                )
             return self._chunks[namespace]
 
     def note_prompt(self, keys: Iterable[bytes]) -> None:

@@ -268,7 +268,9 @@ class RamTier:
 
         return self.use(key, copy)
 
-    def write(self, key: bytes, data: NDArray[np.uint8], used_ns: int) -> bool:
+    def write(
+        self, key: bytes, data: NDArray[np.uint8], used_ns: int, note: dict[str, Any] | None = None
+    ) -> bool:
         """Copy a chunk into the pool."""
 
         def fill(place: NDArray[np.uint8]) -> None:

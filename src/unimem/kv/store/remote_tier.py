@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,7 +101,9 @@ class RemoteTier:
             return 0
         return out.nbytes
 
-    def write(self, key: bytes, data: NDArray[np.uint8], used_ns: int) -> bool:
+    def write(
+        self, key: bytes, data: NDArray[np.uint8], used_ns: int, note: dict[str, Any] | None = None
+    ) -> bool:
         """Write an object, unless it exists; return False if the server takes none."""
         if not self._server.can_write or self._is_resting():
             return False

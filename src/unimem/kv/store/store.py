@@ -7,24 +7,25 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import hmac
 import os
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem._core.block import Block
 from unimem.base.arguments import file_path, integer, one_of
 from unimem.base.cache_folder import cache_folder, check_own_folder, default_bytes
 from unimem.base.closing import Closing
 from unimem.errors import ClosedError, PlacementError
+from unimem.kv.store import notes
 from unimem.kv.store.chunk import ChunkShape, Kind, chunk_keys, find_fault, seal
 from unimem.kv.store.copy_rows import Holder, Rows, rows_of
 from unimem.kv.store.huge_tier import HugeTier
@@ -36,9 +37,11 @@ from unimem.remote.client import is_url
 from unimem.system import policy
 from unimem.system.placement import Placement
 
-__all__ = ["KVStore", "StoreStat"]
+__all__ = ["KVStore", "StoreStat", "note_of"]
 
 _MOST_CHUNK_TOKENS = 1 << 20
+# Digits of hashes, and characters of names, in notes: they have to fit beside a file's other facts.
+_SHORT, _MOST_NAME = 16, 200
 # Errors of a disk that has lost a chunk. Others, as of a server's folder, say nothing about it.
 _LOST = {errno.EIO, errno.EBADMSG, errno.EUCLEAN}
 
@@ -87,15 +90,25 @@ class _Chunks:
     only the last chunks of layers with a window. vLLM and SGLang find prefixes by the same rule.
     """
 
-    def __init__(self, kind: Kind, model: str, ids: NDArray[np.int32], size: int) -> None:
-        self.keys = list(chunk_keys(kind, model, ids, size))
+    def __init__(
+        self, kind: Kind, model: str, ids: NDArray[np.int32], size: int, salt: bytes
+    ) -> None:
+        self.keys = list(chunk_keys(kind, model, ids, size, salt))
         self._size = size
         self._groups = kind.groups
         self.windows = [group.window for group in kind.groups]
         self.shapes = [ChunkShape(group, size) for group in kind.groups]
+        self._named = model, kind.text, salt
 
     def _piece(self, group: int, i: int) -> _GroupChunk:
         return _GroupChunk(i, i * self._size, group, self._groups[group].key(self.keys[i]))
+
+    def note(self, piece: _GroupChunk) -> dict[str, Any]:
+        """Return the note of a chunk: whose it is, and where it lies in its conversation."""
+        i, shape = piece.number, self.shapes[piece.group]
+        parent = self.keys[i - 1].hex() if i else ""
+        place = {"at": self.keys[i].hex(), "parent": parent, "end": piece.first + self._size}
+        return note_of("unimem", *self._named, shape) | place
 
     def pieces(self) -> Iterator[_GroupChunk]:
         """Give all chunks, in the order of the tokens."""
@@ -176,6 +189,9 @@ class KVStore(Closing):
         is ``"thp"``. A `PlacementWarning` says which pages are missing and why.
     numa : str, optional
         The nodes of the pool, as for `PlacementOptions`.
+    salt : str, default ""
+        The secret of a tenant. Stores with another salt, or none, neither find its chunks nor
+        learn by the time of an answer whether it has them.
 
     Raises
     ------
@@ -226,6 +242,7 @@ class KVStore(Closing):
         chunk_tokens: int = 256,
         pages: RamPages = "4k",
         numa: str | None = None,
+        salt: str = "",
     ) -> None:
         self._tiers: tuple[Tier, ...] = ()
         path = file_path(where, "where")
@@ -238,6 +255,7 @@ class KVStore(Closing):
             raise ValueError("ram_bytes, disk_bytes: expected one that is not 0, got 0 and 0")
         one_of(pages, "pages", get_args(RamPages))
         policy.parse_numa(numa)
+        self._salt = _text(salt, "salt").encode()
         self._pid = os.getpid()
         self._lock = threading.Lock()  # of the counts
         self._counts = dict.fromkeys(("put", "known", "refused", "restored", "damaged"), 0)
@@ -298,7 +316,7 @@ class KVStore(Closing):
         """
         self._check_open()
         rows, ids = _given(kv, tokens)
-        chunks = _Chunks(rows.kind, _text(model), ids[: rows.check_source()], self.chunk_tokens)
+        chunks = self._chunks(rows, model, ids[: rows.check_source()])
         firsts = [rows.first_held(group) for group in range(len(chunks.shapes))]
         # Earlier rows of a window were overwritten.
         held = [piece for piece in chunks.pieces() if piece.first >= firsts[piece.group]]
@@ -306,11 +324,11 @@ class KVStore(Closing):
         there: set[bytes] = set()
         n_whole = len(chunks.keys)
         try:
-            with _blob_of(chunks) as blob:
+            with _blob_of(chunks, rows) as blob:
                 for i, piece in enumerate(held):
                     if piece.number >= n_whole:
                         break
-                    if self._put_piece(chunks.shapes[piece.group], piece, rows, blob, now - i):
+                    if self._put_piece(chunks, piece, rows, blob, now - i):
                         there.add(piece.key)
                     elif chunks.windows[piece.group] is None:
                         n_whole = piece.number
@@ -341,7 +359,7 @@ class KVStore(Closing):
             As `put`.
         """
         self._check_open()
-        chunks = _Chunks(rows_of(kv).kind, _text(model), token_ids(tokens), self.chunk_tokens)
+        chunks = self._chunks(rows_of(kv), model, token_ids(tokens))
         return self._longest(chunks, len(chunks.keys)) * self.chunk_tokens
 
     def restore_into(self, kv: Holder, tokens: Tokens, *, model: str) -> int:
@@ -379,11 +397,11 @@ class KVStore(Closing):
         rows, ids = _given(kv, tokens)
         held, most = rows.check_target()
         ids = ids[: most // self.chunk_tokens * self.chunk_tokens]
-        chunks = _Chunks(rows.kind, _text(model), ids, self.chunk_tokens)
+        chunks = self._chunks(rows, model, ids)
         n = self._longest(chunks, len(chunks.keys))
         if n * self.chunk_tokens <= held:
             return held
-        with _blob_of(chunks) as blob:
+        with _blob_of(chunks, rows) as blob:
             try:
                 rows.begin(n * self.chunk_tokens)
                 n = self._fill(rows, chunks, held // self.chunk_tokens, n, blob)
@@ -392,6 +410,9 @@ class KVStore(Closing):
                 rows.abandon()
                 raise
         return max(held, n * self.chunk_tokens)
+
+    def _chunks(self, rows: Rows, model: str, ids: NDArray[np.int32]) -> _Chunks:
+        return _Chunks(rows.kind, _text(model, "model"), ids, self.chunk_tokens, self._salt)
 
     def _fill(
         self, rows: Rows, chunks: _Chunks, first: int, n: int, blob: NDArray[np.uint8]
@@ -405,7 +426,9 @@ class KVStore(Closing):
             now = self._touch([piece.key for piece in wanted])
             for i, piece in enumerate(wanted):
                 shape = chunks.shapes[piece.group]
-                if not self._load(shape, piece.key, blob[: shape.nbytes], now - i):
+                if not self._load(
+                    shape, piece.key, blob[: shape.nbytes], now - i, chunks.note(piece)
+                ):
                     lacking.add(piece.key)
                     break
                 start = max(piece.first, chunks.first_needed(piece.group, n))
@@ -461,7 +484,7 @@ class KVStore(Closing):
 
     def _put_piece(
         self,
-        shape: ChunkShape,
+        chunks: _Chunks,
         piece: _GroupChunk,
         rows: Rows,
         blob: NDArray[np.uint8],
@@ -472,10 +495,11 @@ class KVStore(Closing):
         if not lacking:
             self._count("known")
             return True
+        shape, note = chunks.shapes[piece.group], chunks.note(piece)
         blob = blob[: shape.nbytes]
         rows.read(piece.group, piece.first, shape.lanes(blob))
         seal(shape, piece.key, blob)
-        written = [tier.write(piece.key, blob, used_ns) for tier in lacking]
+        written = [tier.write(piece.key, blob, used_ns, note) for tier in lacking]
         if any(written):
             self._count("put")
         elif len(lacking) == len(self._tiers):
@@ -483,7 +507,14 @@ class KVStore(Closing):
             return False
         return True
 
-    def _load(self, chunk: ChunkShape, key: bytes, blob: NDArray[np.uint8], used_ns: int) -> bool:
+    def _load(
+        self,
+        chunk: ChunkShape,
+        key: bytes,
+        blob: NDArray[np.uint8],
+        used_ns: int,
+        note: dict[str, Any],
+    ) -> bool:
         """Read a chunk from the first tier that has it whole, and keep it in the faster tiers."""
         for i, tier in enumerate(self._tiers):
             fault: str | None
@@ -504,7 +535,9 @@ class KVStore(Closing):
             if fault is None:
                 for faster in self._tiers[:i]:
                     with suppress(OSError):  # the slower tier still has it
-                        faster.write(key, blob, used_ns)
+                        faster.write(key, blob, used_ns, note)
+                if self._disk is not None:
+                    notes.add_hit(self._disk.path_of(key))
                 return True
             with suppress(OSError):
                 tier.remove(key)
@@ -512,6 +545,10 @@ class KVStore(Closing):
             where = tier.path if isinstance(tier, RemoteTier) else self.folder
             policy.warn(f"a chunk of the store {where} was removed: {key.hex()}: {fault}")
         return False
+
+    @property
+    def _disk(self) -> DiskTier | None:
+        return next((tier for tier in self._tiers if isinstance(tier, DiskTier)), None)
 
     # ---- counts and placement ----
 
@@ -627,22 +664,26 @@ def _given(kv: Holder, tokens: Tokens) -> tuple[Rows, NDArray[np.int32]]:
     return rows, ids
 
 
-def _text(model: str) -> str:
-    if not isinstance(model, str):
-        raise TypeError(f"model: expected a string, got {model!r:.60}")
+def _text(text: str, name: str) -> str:
+    if not isinstance(text, str):
+        raise TypeError(f"{name}: expected a string, got {text!r:.60}")
     try:
-        model.encode()
+        text.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"model: expected text in UTF-8, got {model!r:.60}") from None
-    return model
+        raise ValueError(f"{name}: expected text in UTF-8, got {text!r:.60}") from None
+    return text
 
 
-@contextmanager
-def _blob_of(chunks: _Chunks) -> Iterator[NDArray[np.uint8]]:
+def note_of(engine: str, model: str, layout: str, salt: bytes, shape: ChunkShape) -> dict[str, Any]:
+    """Make the note of a chunk: the salt is not in it, but a text that tells tenants apart."""
+    tenant = hmac.digest(salt, b"unimem.tenant/1", "sha256").hex()[:_SHORT] if salt else ""
+    layout = hashlib.sha256(layout.encode()).hexdigest()[:_SHORT]
+    of = {"engine": engine, "model": model[:_MOST_NAME], "layout": layout, "tenant": tenant}
+    return of | shape.rows
+
+
+def _blob_of(chunks: _Chunks, rows: Rows) -> AbstractContextManager[NDArray[np.uint8]]:
     """Give memory for one chunk; empty memory if there are no chunks."""
     if not chunks.keys:
-        yield np.empty(0, np.uint8)
-        return
-    nbytes = max(shape.nbytes for shape in chunks.shapes)
-    with Block(nbytes, pages="4k", name="chunk", category="staging") as block:
-        yield block.as_array("uint8", nbytes)
+        return nullcontext(np.empty(0, np.uint8))
+    return rows.memory(max(shape.nbytes for shape in chunks.shapes))

@@ -15,15 +15,16 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem.base.atomic_file import TEMPORARY
+from unimem.base.atomic_file import TEMPORARY, attribute_errors
 from unimem.base.cache_folder import BudgetFolder, CachedFile, check_own_folder
 from unimem.base.descriptors import Descriptors
 from unimem.base.kernel_files import read_text
+from unimem.kv.store import notes
 from unimem.system import policy
 
 __all__ = ["DiskTier", "FolderTier", "RamPages", "Tier", "TierStat"]
@@ -77,11 +78,13 @@ class Tier(Protocol):
     def read(self, key: bytes, out: NDArray[np.uint8]) -> int:
         """Read a chunk of the size of `out`; return its size in any case, 0 without a chunk."""
 
-    def write(self, key: bytes, data: NDArray[np.uint8], used_ns: int) -> bool:
+    def write(
+        self, key: bytes, data: NDArray[np.uint8], used_ns: int, note: dict[str, Any] | None = None
+    ) -> bool:
         """Keep a chunk, whole or not at all; return False if there is no room.
 
         It counts as used at `used_ns` (nanoseconds since 1970). Only chunks that were used before
-        that make room for it.
+        that make room for it. A disk keeps the note on what it is of.
         """
 
     def sync(self) -> None:
@@ -151,8 +154,11 @@ class FolderTier:
         except FileNotFoundError:
             return False
 
-    def read(self, key: bytes, out: NDArray[np.uint8]) -> int:
-        """Read a file of the size of `out`; return its size in any case, 0 without a file."""
+    def read(self, key: bytes, out: NDArray[np.uint8], *, marks: bool = True) -> int:
+        """Read a file of the size of `out`; return its size in any case, 0 without a file.
+
+        With `marks`, it counts as used, unless it did a short time ago.
+        """
         with suppress(FileNotFoundError, BlockingIOError), Descriptors() as fds:
             opens = partial(os.open, dir_fd=self._fd)
             fd = fds.add(opens, _name(key), os.O_RDONLY | _OPEN)
@@ -161,7 +167,7 @@ class FolderTier:
             n = info.st_size
             if n != self._file_bytes(out.nbytes):
                 return n
-            if abs(time.time_ns() - info.st_mtime_ns) > MARK_AFTER_NS:
+            if marks and abs(time.time_ns() - info.st_mtime_ns) > MARK_AFTER_NS:
                 os.utime(fd)
             rest, offset = out.data, 0
             while rest:
@@ -172,7 +178,9 @@ class FolderTier:
             return out.nbytes
         return 0
 
-    def write(self, key: bytes, data: NDArray[np.uint8], used_ns: int) -> bool:
+    def write(
+        self, key: bytes, data: NDArray[np.uint8], used_ns: int, note: dict[str, Any] | None = None
+    ) -> bool:
         """Write a file under another name, bring it to the disk, and rename it.
 
         After `sync`, the disk has the name, too: once for many files, since it takes as long as a
@@ -180,7 +188,7 @@ class FolderTier:
         """
         name, cost = _name(key), self._cost(data.nbytes)
         temporary = f".{os.urandom(8).hex()}{TEMPORARY}"
-        with ExitStack() as undo:
+        with attribute_errors(os.path.join(self.folder, name)), ExitStack() as undo:
             with self._locked():
                 if self.has(key):  # another writer was faster
                     return True
@@ -195,6 +203,8 @@ class FolderTier:
                     self._unlink(temporary, cost)
                     return False
             self._fill(fd, data)
+            if note is not None:
+                notes.write_note(fd, note)
             os.utime(fd, ns=(used_ns, used_ns))
             os.fsync(fd)
             with self._locked():
@@ -228,9 +238,28 @@ class FolderTier:
 
     def remove(self, key: bytes) -> None:
         """Remove a file, unless it is being read."""
+        self.drop(key, even_pinned=True)
+
+    def drop(self, key: bytes, *, even_pinned: bool = False) -> int:
+        """Remove a file, unless it is being read or pinned; return the bytes it took."""
         with self._locked():
-            if freed := self._drop(_name(key)):
+            if freed := self._drop(_name(key), even_pinned=even_pinned):
                 self._note(max(0, self._used() - freed))
+        return freed
+
+    def path_of(self, key: bytes) -> str:
+        """Return a path of a chunk's file that holds while the tier is open."""
+        return f"/proc/self/fd/{self._fd}/{_name(key)}"
+
+    def nbytes_of(self, key: bytes) -> int | None:
+        """Return the size of a chunk's file; None without a file."""
+        with suppress(FileNotFoundError), self._locked():  # no process is removing it
+            return os.stat(_name(key), dir_fd=self._fd, follow_symlinks=False).st_size
+        return None
+
+    def chunks(self) -> list[CachedFile]:
+        """List the files of chunks."""
+        return [file for file in self._files.files() if _CHUNK.fullmatch(file.name)]
 
     def touch(self, keys: Sequence[bytes], used_ns: int) -> None:
         """Set the times of files."""
@@ -239,7 +268,7 @@ class FolderTier:
                 os.utime(_name(key), ns=(used_ns - i, used_ns - i), dir_fd=self._fd)
 
     def give_back(self) -> int:
-        """Remove all files that are not being read or written, and return the bytes they took."""
+        """Remove all files that are not pinned, read or written, and return the bytes they took."""
         with self._locked():
             files = self._scan()
             freed = sum(self._drop(file.name) for file in files)
@@ -326,13 +355,15 @@ class FolderTier:
         self._note(used + cost * fits)
         return fits
 
-    def _drop(self, name: str) -> int:
-        """Cut and remove a file without readers; return the bytes it took, 0 if it stays."""
+    def _drop(self, name: str, *, even_pinned: bool = False) -> int:
+        """Cut and remove a file without readers or pin; return the bytes it took, 0 if it stays."""
         try:
             fd = os.open(name, os.O_RDWR | _OPEN, dir_fd=self._fd)
         except OSError:  # it is gone, or not ours
             return 0
         try:
+            if not even_pinned and notes.pinned_until(fd) is not None:
+                return 0
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             info = os.fstat(fd)
             if not stat.S_ISREG(info.st_mode) or not info.st_nlink:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 from weakref import WeakSet
 
 import numpy as np
@@ -361,6 +361,9 @@ class Stream:
             self._pin()
             raise
         self._files.fds.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Stream cannot be pickled: open the file in the other process")
 
     def __repr__(self) -> str:
         if self._pieces.closed:

@@ -1,0 +1,167 @@
+"""The chunks on a store's disk: whose they are, which follow each other, and which are damaged."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from unimem.kv.store import notes
+from unimem.kv.store.chunk import find_fault_alone
+from unimem.kv.store.tiers import FolderTier
+
+__all__ = ["ChunkNode", "Inventory", "StoredChunk", "find_damaged"]
+
+
+class StoredChunk(NamedTuple):
+    """A chunk on the disk. Without a note of its file, most is empty, 0 or None.
+
+    `tenant` tells salts apart; `at` and `parent` are the identities of the tokens up to its end and
+    up to its beginning, and `end` is their number. `used` and `made` are seconds since 1970, and
+    `pinned_until` nanoseconds.
+    """
+
+    key: str
+    nbytes: int
+    used: float
+    made: int | None
+    hits: int
+    pinned_until: int | None
+    engine: str
+    model: str
+    layout: str
+    tenant: str
+    at: str
+    parent: str
+    end: int
+
+    @property
+    def namespace(self) -> tuple[str, str, str, str]:
+        """The engine, model, layout and tenant."""
+        return self.engine, self.model, self.layout, self.tenant
+
+
+@dataclass(slots=True)
+class ChunkNode:
+    """The chunks that end at the same token of a conversation, or one chunk of another engine."""
+
+    at: str
+    parent: str
+    end: int
+    chunks: list[StoredChunk] = field(default_factory=list)
+    children: list[ChunkNode] = field(default_factory=list)
+
+
+class Inventory:
+    """All chunks on the disk, as they are now; other processes go on to put and drop.
+
+    Attributes
+    ----------
+    chunks : dict of str to StoredChunk
+        By identity.
+    nodes : dict of str to ChunkNode
+        By identity of their tokens, or of the chunk.
+    """
+
+    def __init__(self, disk: FolderTier) -> None:
+        found = (_chunk(disk, file.name, file.nbytes, file.used_ns) for file in disk.chunks())
+        self.chunks = {chunk.key: chunk for chunk in found}
+        self.nodes: dict[str, ChunkNode] = {}
+        for chunk in self.chunks.values():
+            node = self.nodes.setdefault(chunk.at, ChunkNode(chunk.at, chunk.parent, chunk.end))
+            node.chunks.append(chunk)
+        for node in self.nodes.values():
+            if node.parent in self.nodes:
+                self.nodes[node.parent].children.append(node)
+
+    def ends(self) -> list[ChunkNode]:
+        """List where conversations end, and where several begin to differ; the last used first."""
+        found = [node for node in self.nodes.values() if node.end and len(node.children) != 1]
+        return sorted(found, key=lambda node: used(node.chunks), reverse=True)
+
+    def path(self, node: ChunkNode) -> list[StoredChunk]:
+        """List the chunks from the first one of a conversation to a node."""
+        chunks: list[StoredChunk] = []
+        seen: set[str] = set()
+        while node.at not in seen:  # a note may be damaged
+            seen.add(node.at)
+            chunks += node.chunks
+            node = self.nodes.get(node.parent, node)
+        return chunks
+
+    def only(self, node: ChunkNode) -> list[StoredChunk]:
+        """List the chunks of a node and behind it, and those before that nothing else continues."""
+        chunks: list[StoredChunk] = []
+        nodes = [node]
+        seen = {node.at}
+        for each in nodes:  # grows in the loop
+            chunks += each.chunks
+            nodes += [child for child in each.children if child.at not in seen]
+            seen |= {child.at for child in each.children}
+        while (before := self.nodes.get(node.parent)) and len(before.children) == 1:
+            if before.at in seen:
+                break
+            seen.add(before.at)
+            chunks += before.chunks
+            node = before
+        return chunks
+
+
+def used(chunks: Iterable[StoredChunk]) -> float:
+    """Return when chunks were used last."""
+    return max(chunk.used for chunk in chunks)
+
+
+def _chunk(disk: FolderTier, name: str, nbytes: int, used_ns: int) -> StoredChunk:
+    key = os.path.splitext(name)[0]
+    path = disk.path_of(bytes.fromhex(key))
+    note = notes.read_note(path)
+    made, end = note.get("made"), note.get("end")
+    return StoredChunk(
+        key,
+        nbytes,
+        used_ns / 1e9,
+        made if isinstance(made, int) else None,
+        notes.hits_of(path),
+        notes.pinned_until(path),
+        engine=str(note.get("engine", "")),
+        model=str(note.get("model", "")),
+        layout=str(note.get("layout", "")),
+        tenant=str(note.get("tenant", "")),
+        at=str(note.get("at", key)),
+        parent=str(note.get("parent", "")),
+        end=end if isinstance(end, int) else 0,
+    )
+
+
+def find_damaged(disk: FolderTier) -> Iterator[tuple[str, int, str | None]]:
+    """Read each chunk; give its identity, its bytes, and its fault, or None.
+
+    No chunk counts as used by that. Those that others remove meanwhile are left out.
+    """
+    for file in disk.chunks():
+        key = bytes.fromhex(os.path.splitext(file.name)[0])
+        fault: str | None
+        try:
+            fault = _fault(disk, key, file.nbytes)
+        except OSError as error:
+            fault = error.strerror or str(error)
+        if fault is None or disk.nbytes_of(key) == file.nbytes:
+            yield key.hex(), file.nbytes, fault
+
+
+def _fault(disk: FolderTier, key: bytes, nbytes: int) -> str | None:
+    if nbytes > disk.budget_bytes:
+        return f"it has {nbytes} bytes, more than the budget"
+    blob = np.empty(nbytes, np.uint8)
+    n = disk.read(key, blob, marks=False)
+    if n == 0:
+        with disk._locked():  # a process was about to remove it
+            n = disk.read(key, blob, marks=False)
+    if n != nbytes:
+        return f"it has {n} bytes, not {nbytes}"
+    note = notes.read_note(disk.path_of(key))
+    return find_fault_alone(key, blob, note)
