@@ -110,6 +110,18 @@ def test_a_pass_ends_long_after_its_time_and_that_is_no_error(
     assert (one.failed, one.is_error) == (TIME_IS_UP, False)
 
 
+def test_when_time_is_up_no_suite_has_a_second_pass(
+    answer: Answer, monkeypatch: Patch, tmp_path: Path
+) -> None:
+    answer(record("one", 1.0), record("two", 2.0))
+    monkeypatch.setattr(runs, "QUICK_S", -1.0)
+    monkeypatch.setattr(runs, "_LEAST_S", 1000.0)
+    monkeypatch.setattr(runs, "MOST_QUICK_S", 1000.0)
+    (got,) = run(["invented"], quick=False, bounded=True, folder=tmp_path).suites
+    assert got.n_passes == 1
+    assert [each.side("unimem") for each in got.cases] == [ours([1.0]), ours([2.0])]
+
+
 def test_passes_share_the_seconds_that_are_left(monkeypatch: Patch) -> None:
     names = ["calls", "decode", "gguf"]
     passes = [each for each in runs.schedule(names, quick=True) if each.number == 1]

@@ -128,12 +128,12 @@ class _Progress:
     def _left(self) -> float | None:
         """Estimate the seconds to go, once each remaining suite has run before.
 
-        A bounded run ends about when it has to; each pass needs some time in any case.
+        A bounded run ends about when it has to; each suite needs some time in any case.
         """
         n_done = len(self._begins) - 1
         if self._bounded:
             left = QUICK_S - (self._begins[-1] - self._begins[0])
-            return max(left, 3.0 * (len(self._passes) - n_done))
+            return max(left, 3.0 * sum(each.number == 1 for each in self._passes[n_done:]))
         took: dict[str, float] = {}
         for each, begin, end in zip(self._passes, self._begins, self._begins[1:], strict=False):
             took[each.suite.name] = end - begin
