@@ -1,6 +1,6 @@
 /* An allocator with four functions only, as Electric Fence has hardly more: nothing of the C
- * library may see its memory. `raises` makes malloc raise a signal. Large memory is mapped as under a
- * lock: a call meanwhile would wait for ever. */
+ * library may see its memory. `raises` makes malloc raise a signal. Large memory is mapped as if
+ * under a lock: a call meanwhile would wait for ever. */
 #include <signal.h>
 #include <stddef.h>
 #include <stdint.h>
