@@ -1,9 +1,10 @@
 """Run allocator suites and programs under `unimem exec`, beside four allocators, and compare.
 
-glibc's own malloc tests (its sources are fetched at a pinned version), stress-ng's malloc stressor,
-and ten programs, each beside glibc's malloc, jemalloc, mimalloc and tcmalloc (Debian's packages,
-unpacked below `build`); and calls of the whole family at random, in parts of 10 million that an
-interrupted run goes on with. Each output is compared with the one without `unimem exec`.
+glibc's own malloc tests (its sources are fetched at a pinned version), stress-ng's stressors of
+memory, and ten programs, each beside glibc's malloc, jemalloc, mimalloc and tcmalloc (packages of
+Debian and PyPI, unpacked below `build`); and calls of the whole family at random, in parts of 10
+million that an interrupted run goes on with. Each output is compared with the one without
+`unimem exec`.
 
     python tools/exec_programs.py [glibc] [stress-ng] [programs] [random] [--calls N]
 
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import tarfile
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -31,18 +33,31 @@ import recorded
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build/exec-programs"
+LIBRARIES = WORK / "root/usr/lib/x86_64-linux-gnu"
 RECORD = ROOT / "bench/results/exec_programs.json"
 PAGE = ROOT / "docs/exec.md"
 BEGIN, END = "<!-- programs: tools/exec_programs.py -->\n", "<!-- end of programs -->\n"
 GLIBC = "http://deb.debian.org/debian/pool/main/g/glibc/glibc_2.36.orig.tar.xz"
 GLIBC_SHA256 = "a543c02070d46ccaf866957efd13f10c924daa74c86a90a0254db09a92a708ee"
-ALLOCATORS = {  # package and library
+ALLOCATORS = {  # package of Debian or, with a version, of PyPI, and its library
     "glibc": ("libc6", ""),
     "jemalloc": ("libjemalloc2", "libjemalloc.so.2"),
-    "mimalloc": ("libmimalloc2.0", "libmimalloc.so.2"),
+    "mimalloc": ("cmeel-mimalloc==3.4.3", "libmimalloc.so.3"),
     "tcmalloc": ("libtcmalloc-minimal4", "libtcmalloc_minimal.so.4"),
 }
 STRESS = ("stress-ng", "libipsec-mb1", "libjudydebian1", "libsctp1")
+STRESSORS = {  # a fixed amount of work each, so that it ends alike
+    "malloc": "--malloc 2 --malloc-ops 2000 --malloc-bytes 16M --malloc-max 64 --malloc-touch",
+    "malloc threads": "--malloc 1 --malloc-pthreads 4 --malloc-ops 1000 --malloc-bytes 4M",
+    "bigheap": "--bigheap 1 --bigheap-ops 100 --bigheap-growth 1M",
+    "mmap": "--mmap 1 --mmap-ops 5 --mmap-bytes 16M",
+    "mremap": "--mremap 1 --mremap-ops 50 --mremap-bytes 16M",
+    "vm": "--vm 1 --vm-ops 300 --vm-bytes 16M",
+    "memthrash": "--memthrash 1 --memthrash-ops 2",
+    "madvise": "--madvise 1 --madvise-ops 20",
+    "mprotect": "--mprotect 1 --mprotect-ops 200",
+    "fork": "--fork 1 --fork-ops 100",
+}
 PART = 10_000_000  # random calls
 EXEC = [sys.executable, "-P", "-c", "import sys; from unimem_command import main; sys.exit(main())"]
 EXEC += ["exec", "--min-bytes"]
@@ -95,12 +110,11 @@ def run(
     prefix = (
         [*EXEC, min_bytes, *(["--report", report] if report else []), "--"] if min_bytes else []
     )
-    libraries = WORK / "root/usr/lib/x86_64-linux-gnu"
-    preload = str(libraries / beside) if beside else ""
+    preload = str(LIBRARIES / beside) if beside else ""
     try:
         done = subprocess.run(
             [*prefix, *words],
-            env=os.environ | {"LD_PRELOAD": preload, "LD_LIBRARY_PATH": str(libraries)},
+            env=os.environ | {"LD_PRELOAD": preload, "LD_LIBRARY_PATH": str(LIBRARIES)},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             cwd=WORK,
@@ -113,19 +127,29 @@ def run(
 
 
 def unpack(*packages: str) -> None:
-    """Fetch Debian's packages, and unpack them below the work folder."""
-    folder = WORK / "packages"
+    """Fetch packages, and unpack them below the work folder."""
+    folder, root = WORK / "packages", WORK / "root"
     folder.mkdir(parents=True, exist_ok=True)
-    subprocess.run(["apt-get", "download", "-qq", *packages], cwd=folder, check=True)
-    for name in packages:
-        for package in folder.glob(f"{name}_*.deb"):
-            subprocess.run(["dpkg", "-x", package, WORK / "root"], check=True)
+    for package in packages:
+        name, _, pinned = package.partition("==")
+        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", package]
+        words = pip if pinned else ["apt-get", "download", "-qq", package]
+        subprocess.run(words, cwd=folder, check=True)
+        for file in folder.glob(f"{name}_*.deb"):
+            subprocess.run(["dpkg", "-x", file, root], check=True)
+        for file in folder.glob(f"{name.replace('-', '_')}-{pinned}-*.whl"):
+            with zipfile.ZipFile(file) as wheel:
+                for member in wheel.namelist():
+                    if member.startswith("cmeel.prefix/lib/lib"):
+                        (LIBRARIES / Path(member).name).write_bytes(wheel.read(member))
 
 
 def version(package: str) -> str:
     """Return the version of a package that was unpacked; for the C library, the running one."""
     if package == "libc6":
         return platform.libc_ver()[1]
+    if "==" in package:
+        return package.partition("==")[2]
     return next((WORK / "packages").glob(f"{package}_*.deb")).name.split("_")[1]
 
 
@@ -177,17 +201,20 @@ def glibc() -> list[dict[str, Any]]:
 
 
 def stress() -> list[dict[str, Any]]:
-    """Run stress-ng's malloc stressor, which looks at what the memory holds."""
+    """Run stress-ng's stressors of memory, which look at what the memory holds."""
     unpack(*STRESS)
-    words = [str(WORK / "root/usr/bin/stress-ng"), "--malloc", "2", "--malloc-ops", "20000"]
-    words += ["--malloc-bytes", "64M", "--malloc-max", "256", "--malloc-touch", "--verify"]
+    program = str(WORK / "root/usr/bin/stress-ng")
     rows: list[dict[str, Any]] = []
     for name, (_, library) in ALLOCATORS.items():
-        plain, under = run(words, library), run(words, library, "4096")
-        print("stress-ng", name, plain, under, flush=True)
-        differ = [f"exit code {under[0]}"] if plain[0] != under[0] else []
-        rows.append({"suite": f"stress-ng {version('stress-ng')} --malloc", "allocator": name})
-        rows[-1] |= {"n": 1, "differ": differ, "missed": []}
+        row: dict[str, Any] = {"suite": f"stress-ng {version('stress-ng')}", "allocator": name}
+        row |= {"n": 0, "differ": [], "missed": []}
+        for stressor, words in STRESSORS.items():
+            line = [program, "--verify", *words.split()]
+            plain, under = run(line, library)[0], run(line, library, "4096")[0]
+            print("stress-ng", name, stressor, plain, under, flush=True)
+            row["n"] += 1
+            row["differ"] += [f"{stressor} ({plain}, {under})"] if plain != under else []
+        rows.append(row)
     return rows
 
 
@@ -226,6 +253,7 @@ def at_random(record: dict[str, Any], calls: int) -> None:
             begin = time.perf_counter()
             words = [str(program), str(PART), str(seed)]
             code, _, text = run(words, library, "65536", most_s=MOST_PART_S)
+            record["missed"].pop(name, None)
             if code != 0 and run(words, library)[0] == code:
                 record["missed"][name] = "fails without unimem exec, too: wrong alignment"
                 break

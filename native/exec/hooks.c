@@ -188,6 +188,9 @@ static void begin(void) {
     um__settings_read(&um__settings_now, getenv("UNIMEM_EXEC"));
     if (!is_whole) {
         um__settings_now.heap_bytes = SIZE_MAX;
+        /* No thread is started where an allocator maps under its lock: that calls calloc. */
+        um__settings_now.trial = false;
+        um__settings_now.n_threads = 1;
     }
     copy_environment();
     um__next_now = found;

@@ -120,10 +120,12 @@ static bool place(um__record *record) {
     return all || !asked->strict;
 }
 
-/* Notes that a mapping has small pages for now, which later.c joins. */
+/* Notes that a mapping has small pages for now, which later.c joins. Beside an allocator of the
+ * program that has no thread: what was touched is left to the kernel's own. */
 static void note_stall(um__record *record) {
-    um__sys_advise(address_of(record), record->nbytes, MADV_NOHUGEPAGE);
-    record->state |= UM__IS_STALLED | UM__IS_DUE;
+    bool joins = um__settings_now.heap_bytes != SIZE_MAX;
+    um__sys_advise(address_of(record), record->nbytes, joins ? MADV_NOHUGEPAGE : MADV_HUGEPAGE);
+    record->state |= UM__IS_STALLED | (joins ? UM__IS_DUE : 0U);
 }
 
 /* Looks whether huge pages come at once. Of a small mapping, nothing is touched for that. */

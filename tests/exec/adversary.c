@@ -226,6 +226,10 @@ static int grow_to_huge_pages(void) {
     return 0;
 }
 
+static int allocate_much(void) {
+    return malloc(64 * MIB) == NULL;
+}
+
 /* ---- forks ---- */
 
 /* The handlers are those of a library, which registers them before unimem's own begins. They wait
@@ -332,6 +336,7 @@ int main(int n, char **words) {
     } cases[] = {{"family", family},
                  {"grow", grow},
                  {"grow_to_huge_pages", grow_to_huge_pages},
+                 {"allocate_much", allocate_much},
                  {"fork_with_handlers", fork_with_handlers},
                  {"fork_beside_a_flush", fork_beside_a_flush},
                  {"exit_in_setenv", exit_in_setenv},

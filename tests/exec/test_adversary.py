@@ -77,6 +77,12 @@ def test_an_allocator_of_a_program_is_left_alone_and_named(programs: Path) -> No
     assert "malloc:" not in done.stderr
 
 
+def test_no_thread_starts_under_the_lock_of_an_allocator(programs: Path) -> None:
+    """With two CPUs or more, --prefault would start some, and a new thread allocates."""
+    done = attack(programs, "allocate_much", "--prefault", program="allocator")
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.skipif(launch._thp_bytes() == 0, reason="there are no huge pages")
 def test_growth_has_huge_pages(programs: Path) -> None:
     """The buffer and the mapping of 64 MiB may lose a page at each end."""
