@@ -145,7 +145,7 @@ check: $(VENV)/.checkers
 	$(BIN)/zizmor --offline --quiet .github/workflows
 	$(BIN)/cython-lint src/unimem bench/unimem_bench ggml/src
 	$(BIN)/clang-format --dry-run --Werror $(C_FILES)
-	$(BIN)/python -m pytest -q --all tests/project/test_tidy.py
+	$(BIN)/python -m pytest -q --all tests/project/test_tidy.py tests/project/test_snippets.py
 
 format: $(VENV)/.checkers
 	$(BIN)/ruff check --fix .
