@@ -66,9 +66,9 @@ ASKED: dict[tuple[int, str], dict[str, list[float]]] = {
         "cost": [1.25] * 26,
         "figure": [20.4, 35.7, 51, 66.3, 100],
     },
-    # Two types of quantized rows; two types and two attentions.
-    (45, "transformers"): {"speed": [1] * 2 + [1.3] * 4},
-    (47, "gpu"): {"cost": [0.5, 0.6, 0.6, 0.6, 1.1, 1.3]},
+    # Two types of quantized rows; two types under attention "sdpa".
+    (45, "transformers"): {"speed": [1] * 2 + [1.3] * 2},
+    (47, "gpu"): {"cost": [0.5, 0.6, 0.6, 0.6, 1, 1, 1, 1, 1.1, 1.3]},
 }
 
 
