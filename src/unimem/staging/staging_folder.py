@@ -249,8 +249,8 @@ class StagingFolder:
         )
         return CapacityError(
             f"{what} of {format_bytes(nbytes)} does not fit: the budget of staged models is "
-            f"{format_bytes(budget)}, and {format_bytes(used)} are in use, pinned or a program's "
-            f"({names}): 'unimem stage --budget' sets it, 'unimem stage --list' shows the readers",
+            f"{format_bytes(budget)}, and {format_bytes(used)} are in use, pinned or a program's"
+            f"{names}: 'unimem stage --budget' sets it, 'unimem stage --list' shows the readers",
             budget,
             used,
             nbytes,
