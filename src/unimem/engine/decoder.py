@@ -324,8 +324,9 @@ class Decoder:
         It ends before the first id that is unknown, such as that of a token whose K and V another
         writer appended to the cache, and where `kv` was cropped.
         """
-        self._check_open()
-        return self._forward.ids[: self._forward.n_known].copy()
+        with self._turn:
+            self._check_open()
+            return self._forward.ids[: self._forward.n_known].copy()
 
     def addresses(self) -> dict[str, int]:
         """Return the address of every buffer that a step uses; addresses never change.

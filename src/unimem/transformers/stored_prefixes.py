@@ -41,8 +41,12 @@ def first_tokens(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
     if getattr(config, "kv_lora_rank", None):  # of latent keys, whole ones are kept
         heads, v_head_dim = n_heads, config.v_head_dim
         head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
-    like = {"dtype": model.dtype, "device": model.device}
-    k, v = (torch.empty(1, heads, 0, size, **like) for size in (head_dim, v_head_dim))
+    # Weights that Accelerate offloads are on no device; they compute on the CPU.
+    device = model.device if model.device.type == "cuda" else "cpu"
+    k, v = (
+        torch.empty(1, heads, 0, size, dtype=model.dtype, device=device)
+        for size in (head_dim, v_head_dim)
+    )
     return k, v
 
 
