@@ -139,7 +139,7 @@ def test_products_from_slots_have_the_bits_of_those_from_the_file(
                     experts = graph.tensor(number, (K, M, slots), at)
                     header, stride = ggml.Tensor.at(experts), pieces.stride(0)
                     header.nb = *header.nb[:2], stride, slots * stride
-                    node = reader.experts(0, N)
+                    node, _ = reader.experts(0, 0, N)
                     ids = ggml.map_custom1_inplace(graph.context, ids, experts_address, 1, node)
                     graph.view(ids)
                 else:
@@ -150,6 +150,27 @@ def test_products_from_slots_have_the_bits_of_those_from_the_file(
             np.testing.assert_array_equal(results[1], results[0])
             assert np.isfinite(results[0]).all()
         reader.close()
+
+
+def test_experts_are_foreseen_only_after_reads(
+    tmp_path: Path, products: Callable[[], Products]
+) -> None:
+    path = tmp_path / "experts"
+    path.write_bytes(bytes(5 + 100 * N))
+    told, found = np.full(1, -1, np.int64), []
+    with open_pieces(path, [100], N, N) as pieces:
+        reader = PieceReader(pieces, 2, print)
+        node, sizes = reader.experts(0, 0, N)
+        sizes[0] = told.ctypes.data
+        for chosen in ([0, 1], [0, 1], [1, 2], [2, 0]):
+            graph = products()
+            ids = graph.tensor(ggml.I32, (2, 1), np.array([chosen], np.int32))
+            ids = ggml.map_custom1_inplace(graph.context, ids, experts_address, 1, node)
+            rows = graph.tensor(ggml.F32, (1, N), np.zeros(N, np.float32))
+            graph.compute(ggml.get_rows(graph.context, rows, graph.view(ids)), (2, 1), 1)
+            found.append(int(told[0]))
+        reader.close()
+    assert found == [1, 0, 1, 0]
 
 
 def test_a_layer_is_pointed_at_its_slot(tmp_path: Path, products: Callable[[], Products]) -> None:

@@ -98,8 +98,8 @@ class Headers:
 
     `layers` and `experts` have what brings the weights of a layer, or the experts that were chosen
     there, from the disk, by the layer's prefix such as ``"blk.0"``; `waves` has what brings those
-    of a batch, and `ahead` what begins to read those that a token will probably choose. They may be
-    filled until graphs are made.
+    of a batch, and `ahead` what begins to read those that a token will probably choose, with the
+    addresses of sizes as in `Wave`. They may be filled until graphs are made.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Headers:
         self.rotates = rotates
         self.layers: dict[str, Bringer] = {}
         self.experts: dict[str, Bringer] = {}
-        self.ahead: dict[str, Bringer] = {}
+        self.ahead: dict[str, tuple[Bringer, NDArray[np.uintp]]] = {}
         self.waves: dict[str, Waves] = {}
         self.weights = {
             name: self._header(kind, ne, data) for name, (kind, ne, data) in tensors.items()
@@ -525,16 +525,23 @@ class _Builder:
         """Begin to read, after `brought`, the likeliest half of the experts of layer `blk`.
 
         Its router foresees them from the hidden state of the layer before ("Speculating Experts",
-        arXiv 2603.19289). The other half is wrong more often, and delays what is demanded.
+        arXiv 2603.19289). The other half is wrong more often, and delays what is demanded. The
+        nodes have no values while nothing has to be read.
         """
-        bringer, experts = self._headers.ahead.get(blk), self._model.experts
-        if bringer is None or experts is None:
+        experts = self._model.experts
+        if experts is None or blk not in self._headers.ahead:
             return
+        bringer, sizes = self._headers.ahead[blk]
         ggml.expand(self.graph, brought)
         normed = self._norm(state, f"{blk}.{self._kind.ffn_norm}")
         scores = self._linear(normed, f"{blk}.ffn_gate_inp")
         foreseen = ggml.argsort_top_k(self._context, scores, -(-experts.n_used // 2))
-        ggml.expand(self.graph, self._bring(bringer, foreseen))
+        begun = self._bring(bringer, foreseen)
+        ggml.expand(self.graph, begun)
+        nodes = [normed, scores, ggml.Tensor.at(foreseen).view_src, foreseen, begun]
+        if f"{blk}.ffn_gate_inp.bias" in self._weights:
+            nodes.append(ggml.Tensor.at(scores).src[0])
+        sizes[: len(nodes)] = [_size(node, 1) for node in nodes]
 
     def _experts(self, blk: str, x: int, chosen: int) -> list[int]:
         """Send tokens through chosen experts; the last of these nodes has their outputs."""

@@ -31,6 +31,7 @@ cdef enum:
     # graph.py. Without biases of experts there are fewer.
     WHOLE_SIZES = 7
     WAVE_SIZES = 13
+    AHEAD_SIZES = 6  # of the nodes that foresee experts
 
 
 cdef bint bring(Reading *reading, size_t n) noexcept nogil:
@@ -51,6 +52,9 @@ cdef struct ExpertNode:
     int32_t next_first  # that of the next layer, or -1
     int32_t n_waves  # in which they may be computed; 0 if only all at once
     const uintptr_t *sizes  # of the nodes that compute all at once, in tokens
+    int32_t pool
+    uint64_t n_fetched  # pieces of the pool, when this layer was brought last
+    const uintptr_t *ahead  # the sizes of the nodes that foresee these experts
 
 
 cdef struct WaveNode:
@@ -114,6 +118,15 @@ cdef void begin_next_layer(const ExpertNode *node, int64_t n_pairs) noexcept nog
         begin(node.reading, node.reading.ids, node.n_experts)
 
 
+cdef void foresee_if_read(ExpertNode *node) noexcept nogil:
+    """Let the next token foresee these experts only if the last one read any: it costs time."""
+    cdef uint64_t n_fetched
+    if node.ahead != NULL:
+        n_fetched = um.um_pieces_fetched(node.reading.pieces, node.pool)
+        set_sizes(node.ahead, AHEAD_SIZES, n_fetched != node.n_fetched)
+        node.n_fetched = n_fetched
+
+
 cdef void bring_experts(char *header, const void *given, int thread, int n_threads,
                         void *data) noexcept nogil:
     """Replace the numbers of experts, int32 [n_tokens, n_used], by their slots."""
@@ -138,6 +151,7 @@ cdef void bring_experts(char *header, const void *given, int thread, int n_threa
     for i in range(n):
         (<int32_t *>(rows + i // ne[0] * nb[1]))[i % ne[0]] = reading.slots[i]
     begin_next_layer(node, n)
+    foresee_if_read(node)
 
 
 cdef void bring_wave(char *header, const void *given, int thread, int n_threads,
@@ -264,16 +278,21 @@ cdef class PieceReader:
         self.reading.ids = <int32_t *>cnp.PyArray_DATA(self._ids)
         self.reading.slots = <int32_t *>cnp.PyArray_DATA(self._slots)
 
-    def experts(self, int32_t first, int32_t n, int32_t next_first=-1) -> int:
-        """Return the data of a node for `n` experts, whose pieces are numbered from `first` on.
+    def experts(self, int32_t pool, int32_t first, int32_t n,
+                int32_t next_first=-1) -> tuple[int, NDArray[np.uintp]]:
+        """Return the data of a node for `n` experts of a pool, whose pieces begin at `first`.
 
         A batch that uses nearly all of them also begins to read those of the next layer, from
-        `next_first` on.
+        `next_first` on. The node sets the sizes whose addresses are in the returned array: to 1 if
+        pieces of the pool were read since its last turn, otherwise to 0.
         """
+        cdef cnp.ndarray sizes = np.zeros(AHEAD_SIZES, np.uintp)
         cdef _Node node = _Node()
-        node.experts = ExpertNode(&self.reading, first, n, next_first, 0, NULL)
+        node.experts = ExpertNode(&self.reading, first, n, next_first, 0, NULL, pool, 0,
+                                  <uintptr_t *>cnp.PyArray_DATA(sizes))
+        node._kept = (sizes,)
         self._nodes.append(node)
-        return <uintptr_t>&node.experts
+        return <uintptr_t>&node.experts, sizes
 
     def waves(self, int32_t n_waves, int32_t first, int32_t n,
               int32_t next_first=-1) -> list[tuple[int, NDArray[np.uintp]]]:
@@ -289,7 +308,7 @@ cdef class PieceReader:
         self._wanted = [np.zeros(max(n, len(one)), np.int32) for one in self._wanted or ((), ())]
         self._point()
         whole.experts = ExpertNode(&self.reading, first, n, next_first, n_waves,
-                                   <uintptr_t *>cnp.PyArray_DATA(sizes))
+                                   <uintptr_t *>cnp.PyArray_DATA(sizes), 0, 0, NULL)
         whole._kept, found = (sizes,), [(<uintptr_t>&whole.experts, sizes)]
         self._nodes.append(whole)
         for i in range(n_waves):

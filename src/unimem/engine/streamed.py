@@ -84,9 +84,9 @@ def read_pieces(
             # The last layer needs few.
             after = firsts[i + 1] if i + 2 < len(layers) else -1
             span = first, of_layer[0].n, after
-            node = reader.experts(*span)
+            node, sizes = reader.experts(kind, *span)
             headers.experts[f"blk.{i}"] = Bringer(experts_address, node)
-            headers.ahead[f"blk.{i}"] = Bringer(ahead_address, node)
+            headers.ahead[f"blk.{i}"] = Bringer(ahead_address, node), sizes
             if i < len(layers) - 1 and experts is not None:  # the last one computes a single token
                 headers.waves[f"blk.{i}"] = _waves(reader, n_waves(experts), span)
         else:
