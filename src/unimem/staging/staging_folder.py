@@ -272,8 +272,9 @@ class StagingFolder:
 
     def note_use(self, source: str) -> None:
         """Note that a model is in use now."""
+        now_ns = time.time_ns()  # finer than the kernel's own, so that uses have an order
         try:
-            os.utime(self._file(source))
+            os.utime(self._file(source), ns=(now_ns, now_ns))
         except FileNotFoundError:
             self._write(source, is_pinned=False, links=())
 
