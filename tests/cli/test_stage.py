@@ -84,6 +84,12 @@ def stage(*arguments: object) -> str:
     return path
 
 
+def listed() -> Any:
+    code, out, err = run("--list", "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
 def kept(folder: Path) -> list[Held]:
     """Return the stages of a folder's models, and leave the user's other stages alone."""
     return [held for held in holders() if held.source.startswith(f"{folder}/")]
@@ -332,12 +338,12 @@ def test_the_list(model: Path, tmp_path: Path) -> None:
     assert code == 0
     assert f"{path}\n    {model}: 6.0 MiB, {held.backing}, " in out
     assert f"; process {held.pid}\n" in out
-    documents = json.loads(run("--list", "--json").out)
+    documents = listed()
     (document,) = [each for each in documents if each["pid"] == held.pid]
     assert document["current"]
     os.utime(model)
     assert f"; {model} was written to or replaced\n" in run("--list").out
-    documents = json.loads(run("--list", "--json").out)
+    documents = listed()
     assert [each["current"] for each in documents if each["pid"] == held.pid] == [False]
 
 
@@ -545,7 +551,7 @@ def test_a_share_of_what_this_cgroup_may_use(own: Path, monkeypatch: Patch) -> N
 def test_a_stable_path(own: Path, model: Path) -> None:
     link = str(own / "at" / "model.gguf")
     assert stage(model, "--at", own / "at") == link
-    assert json.loads(run("--list", "--json").out)[0]["links"] == [link]
+    assert listed()[0]["links"] == [link]
     assert f"    {link}\n" in run("--list").out
     with reading(link):
         os.utime(model)
