@@ -120,9 +120,10 @@ def test_a_conversation_is_saved_and_resumed(model: Path, tmp_path: Path) -> Non
         then.resume(path)
         assert then.messages == talk.messages
         assert answer(then, "Lily was sad.", 20) == answer(talk, "Lily was sad.", 20)
-        Path(f"{path}.json").write_text("[1, 2]")
-        with pytest.raises(FormatError, match="expected a list of pairs: a role, and a text"):
-            then.resume(path)
+        for text in ("[1, 2]", "[" * 3000):
+            Path(f"{path}.json").write_text(text)
+            with pytest.raises(FormatError, match="expected a list of pairs: a role, and a text"):
+                then.resume(path)
         Path(f"{path}.json").write_text("[]")
         Path(path).write_bytes(b"")
         with pytest.raises(SnapshotError):

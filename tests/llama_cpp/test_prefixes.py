@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from support.files.prefix_stores import files_of
 from support.models import llama_cpp, make
 from support.models.recurrent_models import write_recurrent
 from unimem.errors import FormatError, PlacementWarning
-from unimem.llama_cpp.prefixes import LlamaPrefixes
+from unimem.llama_cpp.prefixes import _HEAD, LlamaPrefixes
 from unimem.llama_cpp.state import LlamaKV, kv_to_state, state_to_kv
+from unimem.llama_cpp.stored import stored_prefixes
 
 IDS = [7 * i % 101 for i in range(20)]
 SIZE = 8
@@ -123,6 +125,21 @@ def test_a_damaged_chunk_is_missing(store: um.KVStore) -> None:
     with pytest.warns(PlacementWarning, match="its bytes are not those"):
         assert prefixes.restore(IDS) is None
     assert prefixes.put(IDS, state()) == 16
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [b"damaged", zlib.compress(b"[1]"), zlib.compress(b"[" * 3000), zlib.compress(bytes(1 << 22))],
+    ids=["not packed", "a list", "deep", "a bomb"],
+)
+def test_a_head_with_damaged_facts_is_no_list(store: um.KVStore, packed: bytes) -> None:
+    LlamaPrefixes(store, "m", state()).put(IDS, state())
+    for path in files_of(Path(store.folder)):
+        data = bytearray(path.read_bytes())
+        begin = data.index(b"UNIMEMLL") + _HEAD.size
+        data[begin - 4 : begin + len(packed)] = len(packed).to_bytes(4, "little") + packed
+        path.write_bytes(data)
+    assert list(stored_prefixes(store)) == []
 
 
 def test_a_small_budget_ends_a_prefix(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_a_service_manager_is_notified(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
-    keeper.notify("READY=1")  # there is none
+    keeper.notify("READY=1")  # no service manager listens
     address = address.format(folder=tmp_path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(address.replace("@", "\0"))

@@ -47,7 +47,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StagingFolder:
 
 
 class Machine:
-    """Four models of 10 bytes, of which the first was used longest ago, and their readers."""
+    """Four models of 10 bytes, the first used longest ago, and their readers."""
 
     def __init__(self, folder: StagingFolder, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.found = folder, [held(name) for name in MODELS]
@@ -196,8 +196,10 @@ def test_pins_and_links_are_remembered(folder: StagingFolder, tmp_path: Path) ->
     folder.pin(model, True)
     folder.note_use(model.source)
     assert folder.entry(model)[1:] == (True, ("/x",))
-    Path(folder._file(model.source)).write_text("{damaged")
-    assert folder.entry(model)[1:] == (False, ())
+    for text in ("{damaged", "[]", "[" * 3000, '{"source": "a", "pinned": 1, "links": []}'):
+        Path(folder._file(model.source)).write_text(text)
+        folder.clean([])
+        assert folder.entry(model)[1:] == (False, ())
     assert staged_ns(model) <= time.time_ns()
 
 

@@ -174,7 +174,7 @@ class Dialogue:
         with open(f"{path}.json", encoding="utf-8") as file:
             try:
                 messages = [Message(str(role), str(text)) for role, text in json.load(file)]
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, RecursionError):
                 expected = "expected a list of pairs: a role, and a text"
                 raise FormatError(expected, path=f"{path}.json") from None
         self.decoder.resume(path)

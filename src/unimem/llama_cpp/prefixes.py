@@ -38,6 +38,7 @@ _MAGIC = b"UNIMEMLL"
 _HEAD = struct.Struct("<8s4sIIQ32sI")
 _ROWS, _END = b"rows", b"end."
 _LEAST_PIECE = 1 << 20
+_MOST_FACTS = 1 << 20
 _ROOT = hashlib.sha256(b"unimem.llama-cpp/1").digest()
 
 
@@ -56,11 +57,20 @@ class ChunkHead(NamedTuple):
 
     @classmethod
     def read(cls, data: bytes) -> ChunkHead | None:
-        """Read the first bytes of a chunk's data; None if it is another engine's."""
+        """Read the first bytes of a chunk's data; None if it is another engine's.
+
+        ValueError if they are damaged.
+        """
         if len(data) < HEAD_BYTES or not data.startswith(_MAGIC):
             return None
         _, kind, first, n, nbytes, parent, length = _HEAD.unpack(data[: _HEAD.size])
-        facts = json.loads(zlib.decompress(data[_HEAD.size : _HEAD.size + length]))
+        packed = data[_HEAD.size : _HEAD.size + length]
+        try:
+            facts = json.loads(zlib.decompressobj().decompress(packed, _MOST_FACTS))
+        except (zlib.error, RecursionError) as error:
+            raise ValueError(f"the facts of a chunk: {error}") from None
+        if not isinstance(facts, dict):
+            raise ValueError(f"the facts of a chunk: expected an object, got {facts!r:.60}")
         tokens = np.frombuffer(data[HEAD_BYTES : HEAD_BYTES + 4 * n], "<i4")
         return cls(kind == _END, first, tokens, nbytes, parent, facts)
 

@@ -41,7 +41,7 @@ _PREDICTED = re.compile(rb'"(?:predicted_n|tokens_predicted)": ?(\d+)')
 _TAIL_BYTES = 1 << 16
 _PATIENCE_SECONDS = 10
 _HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "host"}
-_ERRORS = (OSError, CapacityError, FormatError, ValueError, KeyError, TypeError)
+_ERRORS = (OSError, CapacityError, FormatError, ValueError, KeyError, TypeError, RecursionError)
 
 
 @dataclass(frozen=True)

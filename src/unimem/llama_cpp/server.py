@@ -68,7 +68,7 @@ class LlamaServer:
             try:
                 data = response.read()
                 answer = json.loads(data)
-            except (ValueError, HTTPException) as error:
+            except (ValueError, RecursionError, HTTPException) as error:
                 raise ConnectionError(f"{self.url}{path}: no answer in JSON: {error!r}") from None
             if response.status != 200:
                 raise ConnectionError(

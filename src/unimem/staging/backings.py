@@ -227,7 +227,7 @@ class Folder(Place):
                     os.chown(entry.path, -1, group)
                     os.chmod(entry.path, mode)
         os.fchown(self.fd, -1, group)
-        # Who may read the files may list the folder, and go into it.
+        # Users who may read the files may also list the folder and enter it.
         os.fchmod(self.fd, 0o700 | mode & 0o044 | (mode & 0o044) >> 2)
 
     def close(self) -> None:

@@ -47,7 +47,7 @@ Tell = Callable[[str], object]
 
 
 class Remembered(NamedTuple):
-    """What is remembered of a model.
+    """The use, the pin and the links of a model, as the folder has them.
 
     Attributes
     ----------
@@ -65,7 +65,7 @@ class Remembered(NamedTuple):
 
 
 def open_staging_folder(*, create: bool = False) -> StagingFolder | None:
-    """Open this user's folder, and make a missing one with `create`; None if there is none.
+    """Open this user's folder; None if it is missing, unless `create` makes it.
 
     It is ``UNIMEM_STAGING``, or else ``unimem-staging-UID`` in the first of ``/dev/shm``, the
     user's folder in ``/run`` and ``/tmp`` that can be used. Nothing of it outlives the machine's
@@ -262,13 +262,23 @@ class StagingFolder:
         name = hashlib.sha256(os.fsencode(source)).hexdigest()[:32]
         return os.path.join(self.path, name)
 
+    def _read(self, path: str) -> tuple[str, Remembered] | None:
+        """Read the source of a model and what is remembered of it; None if that is damaged."""
+        try:
+            with open(path) as file:
+                known = json.load(file)
+                used_ns = os.fstat(file.fileno()).st_mtime_ns
+            source, is_pinned, links = known["source"], known["pinned"], tuple(known["links"])
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            return None
+        if not isinstance(is_pinned, bool) or {str} != {type(text) for text in (source, *links)}:
+            return None
+        return source, Remembered(used_ns, is_pinned, links)
+
     def entry(self, held: Held) -> Remembered:
         """Return what is remembered of a model; if nothing is, it was used when it was staged."""
-        with suppress(OSError, ValueError, LookupError), open(self._file(held.source)) as file:
-            known = json.load(file)
-            used_ns = os.fstat(file.fileno()).st_mtime_ns
-            return Remembered(used_ns, known["pinned"], tuple(known["links"]))
-        return Remembered(staged_ns(held))
+        found = self._read(self._file(held.source))
+        return Remembered(staged_ns(held)) if found is None else found[1]
 
     def note_use(self, source: str) -> None:
         """Note that a model is in use now."""
@@ -299,14 +309,15 @@ class StagingFolder:
         """
         known = {os.path.basename(self._file(held.source)) for held in found}
         for file in self._files.files():
-            path = os.path.join(self.path, file.name)
-            with suppress(OSError, ValueError, LookupError), open(path) as opened:
-                entry = json.load(opened)
-                links = [link for link in entry["links"] if not _remove_dangling(link)]
-                if file.name not in known and not entry["pinned"] and not links:
+            if (one := self._read(os.path.join(self.path, file.name))) is None:
+                continue
+            source, entry = one
+            links = tuple(link for link in entry.links if not _remove_dangling(link))
+            with suppress(OSError):
+                if file.name not in known and not entry.is_pinned and not links:
                     self._files.remove(file.name)
-                elif links != entry["links"]:
-                    self._write(entry["source"], is_pinned=entry["pinned"], links=links)
+                elif links != entry.links:
+                    self._write(source, is_pinned=entry.is_pinned, links=links)
 
 
 def _remove_dangling(link: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
 from pathlib import Path
 
@@ -89,6 +91,11 @@ def test_a_damaged_note_ends_no_walk(tmp_path: Path) -> None:
         found = Inventory(disk)
         for node in found.nodes.values():
             assert found.path(node) == found.only(node) == node.chunks
+        for chunk in found.chunks.values():
+            text = json.dumps({"made": 1 << 60, "end": -1, "model": ["m"]}).encode()
+            os.setxattr(disk.path_of(bytes.fromhex(chunk.key)), "user.unimem", text)
+        for chunk in Inventory(disk).chunks.values():
+            assert (chunk.made, chunk.end, chunk.model) == (None, 0, "['m']")
 
 
 def test_a_pinned_chunk_makes_no_room(tmp_path: Path) -> None:

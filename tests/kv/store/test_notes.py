@@ -31,7 +31,10 @@ def test_a_note_is_read_again(file: str) -> None:
     assert found == {"model": "é"}
 
 
-@pytest.mark.parametrize("text", [b"", b"[1]", b"{", b"\xff"])
+DAMAGED = (b"", b"[1]", b"{", b"\xff", b"[" * 1100, b"-1", b"9" * 30)
+
+
+@pytest.mark.parametrize("text", DAMAGED, ids=len)
 def test_a_damaged_note_is_none(file: str, text: bytes) -> None:
     os.setxattr(file, "user.unimem", text)
     os.setxattr(file, "user.unimem.hits", text)

@@ -15,6 +15,8 @@ from unimem.kv.store.tiers import FolderTier
 
 __all__ = ["ChunkNode", "Inventory", "StoredChunk", "find_damaged"]
 
+_MOST = 1 << 53  # of tokens, and of seconds that still have a date
+
 
 class StoredChunk(NamedTuple):
     """A chunk on the disk. Without a note of its file, most is empty, 0 or None.
@@ -119,12 +121,12 @@ def _chunk(disk: FolderTier, name: str, nbytes: int, used_ns: int) -> StoredChun
     key = os.path.splitext(name)[0]
     path = disk.path_of(bytes.fromhex(key))
     note = notes.read_note(path)
-    made, end = note.get("made"), note.get("end")
+    made, end = (_number(note.get(name)) for name in ("made", "end"))
     return StoredChunk(
         key,
         nbytes,
         used_ns / 1e9,
-        made if isinstance(made, int) else None,
+        made,
         notes.hits_of(path),
         notes.pinned_until(path),
         engine=str(note.get("engine", "")),
@@ -133,8 +135,13 @@ def _chunk(disk: FolderTier, name: str, nbytes: int, used_ns: int) -> StoredChun
         tenant=str(note.get("tenant", "")),
         at=str(note.get("at", key)),
         parent=str(note.get("parent", "")),
-        end=end if isinstance(end, int) else 0,
+        end=end or 0,
     )
+
+
+def _number(value: object) -> int | None:
+    """Return a number of a note; None if another writer made it something else."""
+    return value if isinstance(value, int) and 0 <= value < _MOST else None
 
 
 def find_damaged(disk: FolderTier) -> Iterator[tuple[str, int, str | None]]:

@@ -31,7 +31,7 @@ def read_note(file: int | str) -> dict[str, Any]:
     """Return what a file is of; nothing if there is no note, or a damaged one."""
     try:
         found = json.loads(_read(file, _NOTE))
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -82,6 +82,7 @@ def _read(file: int | str, name: str) -> bytes:
 
 def _number(text: bytes) -> int | None:
     try:
-        return int(text)
+        number = int(text)
     except ValueError:
         return None
+    return number if 0 <= number <= FOR_EVER else None

@@ -98,17 +98,17 @@ class _Chunks:
         self._groups = kind.groups
         self.windows = [group.window for group in kind.groups]
         self.shapes = [ChunkShape(group, size) for group in kind.groups]
-        self._named = model, kind.text, salt
+        self._notes = [note_of("unimem", model, kind.text, salt, each) for each in self.shapes]
 
     def _piece(self, group: int, i: int) -> _GroupChunk:
         return _GroupChunk(i, i * self._size, group, self._groups[group].key(self.keys[i]))
 
     def note(self, piece: _GroupChunk) -> dict[str, Any]:
         """Return the note of a chunk: whose it is, and where it lies in its conversation."""
-        i, shape = piece.number, self.shapes[piece.group]
+        i = piece.number
         parent = self.keys[i - 1].hex() if i else ""
         place = {"at": self.keys[i].hex(), "parent": parent, "end": piece.first + self._size}
-        return note_of("unimem", *self._named, shape) | place
+        return self._notes[piece.group] | place
 
     def pieces(self) -> Iterator[_GroupChunk]:
         """Give all chunks, in the order of the tokens."""
