@@ -116,7 +116,7 @@ def _runs(record: Record) -> Iterable[str | None]:
 
 
 def _of_run(run: str | None) -> list[str]:
-    return [f"Of the later run ({run}):", ""] if run is not None else []
+    return [f"From the later run ({run}):", ""] if run is not None else []
 
 
 def _suite_lines(suite: SuiteRecord) -> Iterator[str]:

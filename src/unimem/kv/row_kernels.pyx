@@ -92,7 +92,7 @@ cdef class RowKernels:
         Parameters
         ----------
         tokens : tuple
-            The addresses of K and V, of which V's may be 0; the name of their type; the numbers of
+            The addresses of K and V, that of V perhaps 0; the name of their type; the numbers of
             layers, streams, heads, tokens and values of a head (for q8_0 a multiple of 32); the
             bytes from one to the next of each, and these of V if they differ.
         rows : tuple

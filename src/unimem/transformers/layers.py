@@ -46,7 +46,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor]
 Dims = tuple[int, int, int, int]
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-# Of fewer tokens, a call of Python costs more than it saves.
+# With fewer tokens, a call of Python costs more than it saves.
 _FEWEST_PACKED = {torch.float32: 1024, torch.float16: 256, torch.bfloat16: 256}
 
 

@@ -2,10 +2,9 @@
 
 With ``enable_gqa=True``, which transformers gives for a token without a mask, torch's kernel on a
 CPU computes each query head alone. But the queries of a group are equivalent to queries of one head
-at several places: [batch, heads, 1, dim] is also [batch, kv_heads, group, dim]. Measured with torch
-2.13 and AVX-512: its products of bfloat16 with one query take three times as long as with two, and
-those with a query less than a multiple of four longer than with that multiple. So a query is
-computed twice there.
+at several places: [batch, heads, 1, dim] is also [batch, kv_heads, group, dim]. With torch 2.13 and
+AVX-512, products of bfloat16 with one query take longer than with two, and those with one query
+less than a multiple of four longer than with that multiple. So a query is computed twice there.
 """
 
 from __future__ import annotations
