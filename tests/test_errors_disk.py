@@ -22,7 +22,8 @@ import unimem as um
 from support.files import streamed_models
 from support.files.prefix_stores import MODEL, TOKENS, bytes_of, cache, opened
 from support.files.weight_bytes import LOADS, MIB, check, drop_from_cache, write
-from support.models.image_models import model, repacked_bytes
+from support.models.image_fixtures import model
+from support.models.image_models import repacked_bytes
 from unimem.base.atomic_file import write_text
 
 __all__ = ["model"]  # a fixture

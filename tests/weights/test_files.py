@@ -17,14 +17,7 @@ import pytest
 from conftest import Run
 from support.files import gguf_files as gf
 from support.files import safetensors_files as sf
-from support.files.weight_bytes import (
-    LOADS,
-    leaves_no_descriptor,
-    mapped_bytes,
-    n_descriptors,
-    open_folder,
-    path,
-)
+from support.files.weight_bytes import LOADS, mapped_bytes, n_descriptors
 from support.models.make import TINY, write_model
 from support.processes import interrupts
 from unimem.errors import GGUFError, SafetensorsError
@@ -32,8 +25,6 @@ from unimem.weights.files import open_model, reopen
 from unimem.weights.opened import open_weights
 
 pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
-
-__all__ = ["leaves_no_descriptor", "open_folder", "path"]  # fixtures
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_no_descriptor")
 

@@ -14,15 +14,13 @@ from conftest import Run
 from support.files import gguf_files as gf
 from support.files import safetensors_files as sf
 from support.files.mutations import file_of
-from support.files.weight_bytes import LOADS, mapped_bytes, path
+from support.files.weight_bytes import LOADS, mapped_bytes
 from support.project import tiers
 from unimem._core.status import counters
 from unimem.errors import FormatError, GGUFError, SafetensorsError
 from unimem.weights.gguf import GGUFHeader
 from unimem.weights.opened import open_weights
 from unimem.weights.safetensors import SafetensorsHeader
-
-__all__ = ["path"]  # fixtures
 
 
 class Format(NamedTuple):

@@ -26,9 +26,7 @@ from support.files.weight_bytes import (
     cached_bytes,
     check,
     drop_from_cache,
-    leaves_nothing,
     mapped_bytes,
-    open_folder,
     write,
     write_hole,
 )
@@ -39,8 +37,6 @@ from unimem.system.policy import check_options
 from unimem.weights import loading
 from unimem.weights.files import open_model
 from unimem.weights.opened import open_weights
-
-__all__ = ["leaves_nothing", "open_folder"]  # fixtures
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_nothing")
 

@@ -13,13 +13,11 @@ import pytest
 
 pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
 
-from support.files.weight_bytes import LOADS, leaves_no_descriptor, n_descriptors, path, weights
+from support.files.weight_bytes import LOADS, n_descriptors
 from support.project.checkout import STORIES, needs_stories
 from unimem._core.status import ledger
 from unimem.errors import ClosedError
 from unimem.weights.opened import Weights, open_weights
-
-__all__ = ["leaves_no_descriptor", "path", "weights"]  # fixtures
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_no_descriptor")
 

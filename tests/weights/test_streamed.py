@@ -14,12 +14,9 @@ import unimem as um
 from support.files import gguf_files as gf
 from support.files import safetensors_files
 from support.files import streamed_models as models
-from support.files.weight_bytes import leaves_no_descriptor
 from unimem.errors import CapacityError, ClosedError
 from unimem.weights.files import open_model
 from unimem.weights.streamed import plan_streamed
-
-__all__ = ["leaves_no_descriptor"]  # a fixture
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_no_descriptor")
 

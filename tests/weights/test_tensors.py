@@ -10,12 +10,9 @@ import numpy as np
 import pytest
 
 from support.files import gguf_files as gf
-from support.files.weight_bytes import leaves_no_descriptor, path, weights
 from support.models.make import TINY, write_model
 from unimem.errors import ClosedError
 from unimem.weights.opened import Weights, open_weights
-
-__all__ = ["leaves_no_descriptor", "path", "weights"]  # fixtures
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_no_descriptor")
 

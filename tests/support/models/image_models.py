@@ -11,8 +11,6 @@ import pytest
 
 import unimem as um
 from support.files import gguf_files as gf
-from support.files.weight_bytes import leaves_nothing
-from unimem.weights.repack import repack
 from unimem.weights.repack.image_cache import ImageCache
 
 pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
@@ -26,8 +24,6 @@ import gguf
 
 from unimem.backends import ggml, ggml_orders
 
-__all__ = ["leaves_nothing"]
-
 KINDS = [kind for kind in ggml.MATMUL_TYPES if ggml_orders.find_order(kind, (256, 64))]
 if not KINDS:
     pytest.skip("this build of ggml has no orders of its own on this CPU", allow_module_level=True)
@@ -35,50 +31,28 @@ if not KINDS:
 uses_images = pytest.mark.usefixtures("gives_memory_back", "leaves_nothing")
 
 
+def write_tensors(
+    path: Path, tensors: dict[str, tuple[int, tuple[int, ...]]], seed: int = 0
+) -> Path:
+    """Write a model of random bytes, given the type and shape (ggml's order) of each tensor."""
+    data = {}
+    for i, (name, (kind, ne)) in enumerate(tensors.items(), seed):
+        shape = (*ne[:0:-1], int(ggml.row_size(kind, ne[0])))
+        values = gf.random_bytes(int(np.prod(shape)), i).reshape(shape)
+        data[name] = (values, gguf.GGMLQuantizationType(kind))
+    gf.write_with_gguf_py(path, {}, data)
+    return path
+
+
 def write(path: Path, seed: int = 0) -> Path:
-    """Write a model of random bytes: two matrices, experts, and a table that keeps its order."""
+    """Write a model of two matrices, experts, and a table that keeps its order."""
     shapes: dict[str, tuple[int, ...]] = {
         "token_embd.weight": (256, 64),
         "up.weight": (512, 160),
         "down.weight": (256, 64),
         "down_exps.weight": (256, 96, 3),
     }
-    data = {}
-    for i, (name, ne) in enumerate(shapes.items()):
-        shape = (*ne[:0:-1], int(ggml.row_size(KINDS[0], ne[0])))
-        values = gf.random_bytes(int(np.prod(shape)), seed + i).reshape(shape)
-        data[name] = (values, gguf.GGMLQuantizationType(KINDS[0]))
-    gf.write_with_gguf_py(path, {}, data)
-    return path
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "models"
-    folder.mkdir()
-    return write(folder / "model.gguf")
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ImageCache:
-    folder = tmp_path / "cache"
-    monkeypatch.setenv("UNIMEM_CACHE", str(folder))
-    monkeypatch.setenv("UNIMEM_CACHE_BYTES", "1G")
-    return ImageCache(str(folder), create=True)
-
-
-@pytest.fixture
-def repacks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The models that were repacked, in order."""
-    found: list[str] = []
-    plain = repack.repack_into
-
-    def counted(weights: um.Weights, *rest: Any) -> None:
-        found.append(weights.files[0])
-        plain(weights, *rest)
-
-    monkeypatch.setattr(repack, "repack_into", counted)
-    return found
+    return write_tensors(path, {name: (KINDS[0], ne) for name, ne in shapes.items()}, seed)
 
 
 def repacked_bytes(path: Path | str, **options: Any) -> tuple[str | None, dict[str, bytes]]:

@@ -9,10 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import unimem as um
-from support.models.image_models import KINDS, cache, leaves_nothing, model, uses_images
+from support.models.image_models import KINDS, uses_images
 from unimem.weights.repack.arrangement import LOOKED_UP, arrange, new_buffers
-
-__all__ = ["cache", "leaves_nothing", "model"]  # fixtures
 
 pytestmark = uses_images
 

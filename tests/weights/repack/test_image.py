@@ -10,19 +10,8 @@ import pytest
 
 import unimem as um
 from support.files.weight_bytes import cached_bytes, drop_from_cache
-from support.models.image_models import (
-    cache,
-    expected_bytes,
-    leaves_nothing,
-    model,
-    only,
-    repacked_bytes,
-    repacks,
-    uses_images,
-)
+from support.models.image_models import expected_bytes, only, repacked_bytes, uses_images
 from unimem.weights.repack.image_cache import ImageCache
-
-__all__ = ["cache", "leaves_nothing", "model", "repacks"]  # fixtures
 
 pytestmark = uses_images
 

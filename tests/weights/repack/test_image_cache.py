@@ -12,22 +12,10 @@ from typing import Any
 import pytest
 
 import unimem as um
-from support.models.image_models import (
-    cache,
-    expected_bytes,
-    leaves_nothing,
-    model,
-    only,
-    repacked_bytes,
-    repacks,
-    uses_images,
-    write,
-)
+from support.models.image_models import expected_bytes, only, repacked_bytes, uses_images, write
 from support.processes.at_once import at_once
 from unimem.weights.repack import repack
 from unimem.weights.repack.image_cache import ImageCache
-
-__all__ = ["cache", "leaves_nothing", "model", "repacks"]  # fixtures
 
 pytestmark = uses_images
 

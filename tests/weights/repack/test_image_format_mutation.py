@@ -12,20 +12,10 @@ import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from support.models.image_models import (
-    cache,
-    expected_bytes,
-    leaves_nothing,
-    model,
-    only,
-    repacked_bytes,
-    uses_images,
-)
+from support.models.image_models import expected_bytes, only, repacked_bytes, uses_images
 from support.project.tiers import examples
 from unimem.weights.repack.image_cache import ImageCache
 from unimem.weights.repack.image_format import ALIGN, HEADER, key_of, parse
-
-__all__ = ["cache", "leaves_nothing", "model"]  # fixtures
 
 pytestmark = uses_images
 

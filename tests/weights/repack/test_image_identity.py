@@ -11,13 +11,9 @@ import pytest
 import unimem as um
 from support.models.image_models import (
     KINDS,
-    cache,
     expected_bytes,
-    leaves_nothing,
-    model,
     only,
     repacked_bytes,
-    repacks,
     uses_images,
     write,
 )
@@ -27,8 +23,6 @@ from unimem.weights.repack import image_identity
 from unimem.weights.repack.arrangement import arrange
 from unimem.weights.repack.image_cache import ImageCache
 from unimem.weights.repack.image_format import key_of
-
-__all__ = ["cache", "leaves_nothing", "model", "repacks"]  # fixtures
 
 pytestmark = uses_images
 

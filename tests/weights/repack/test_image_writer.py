@@ -14,23 +14,12 @@ import pytest
 
 import unimem as um
 from support.files.weight_bytes import drop_from_cache
-from support.models.image_models import (
-    cache,
-    expected_bytes,
-    leaves_nothing,
-    model,
-    only,
-    repacked_bytes,
-    repacks,
-    uses_images,
-)
+from support.models.image_models import expected_bytes, only, repacked_bytes, uses_images
 from support.processes.forks import fork
 from unimem.base.atomic_file import NewFile
 from unimem.weights.repack import image_search, image_writer
 from unimem.weights.repack.image import write_image
 from unimem.weights.repack.image_cache import ImageCache
-
-__all__ = ["cache", "leaves_nothing", "model", "repacks"]  # fixtures
 
 pytestmark = uses_images
 

@@ -21,29 +21,16 @@ import pytest
 import unimem as um
 from support.files import gguf_files as gf
 from support.files.weight_bytes import cached_bytes, drop_from_cache
+from support.models.image_models import KINDS, write_tensors
 from support.processes import interrupts
 from unimem._core.status import ledger
+from unimem.backends import ggml, ggml_orders
 from unimem.base.threads import wait_until
 from unimem.system import limits
 from unimem.weights.repack import repack as repacking
 from unimem.weights.repack.arrangement import arrange
 from unimem.weights.repack.repack import repack, warm_rest
 from unimem.weights.residency import Dropper
-
-pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
-pytest.importorskip(
-    "unimem.backends.ggml",
-    reason="the engine needs ggml: pip install ./ggml '.[run]'",
-    exc_type=ImportError,
-)
-
-import gguf
-
-from unimem.backends import ggml, ggml_orders
-
-KINDS = [kind for kind in ggml.MATMUL_TYPES if ggml_orders.find_order(kind, (256, 64))]
-if not KINDS:
-    pytest.skip("this build of ggml has no orders of its own on this CPU", allow_module_level=True)
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_no_thread")
 
@@ -66,13 +53,8 @@ def name_of(kind: int) -> str:
 
 
 def write(path: Path, tensors: dict[str, tuple[int, tuple[int, ...]]]) -> Path:
-    """Write a model of random bytes, given the type and shape (ggml's order) of each tensor."""
-    data = {}
-    for i, (name, (kind, ne)) in enumerate(tensors.items()):
-        shape = (*ne[:0:-1], int(ggml.row_size(kind, ne[0])))
-        values = gf.random_bytes(int(np.prod(shape)), i).reshape(shape)
-        data[name] = (values, gguf.GGMLQuantizationType(kind))
-    gf.write_with_gguf_py(path, {}, data)
+    """Write a model that is on the disk alone."""
+    write_tensors(path, tensors)
     drop_from_cache(path)
     return path
 

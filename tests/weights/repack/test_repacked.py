@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 import unimem as um
-from support.models.image_models import KINDS, cache, leaves_nothing, model, uses_images
+from support.models.image_models import KINDS, uses_images
 from unimem.backends import ggml_orders
-
-__all__ = ["cache", "leaves_nothing", "model"]  # fixtures
 
 pytestmark = uses_images
 

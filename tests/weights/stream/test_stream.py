@@ -15,11 +15,8 @@ from hypothesis import strategies as st
 import unimem as um
 from support.files import gguf_files as gf
 from support.files import streamed_models as models
-from support.files.weight_bytes import leaves_no_descriptor
 from support.processes.at_once import at_once
 from support.processes.forks import in_child, refuses
-
-__all__ = ["leaves_no_descriptor"]  # a fixture
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_no_descriptor")
 
