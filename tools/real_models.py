@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import llama_peer
 from compare_tokenizers import texts
 from unimem.engine import Decoder
-from unimem.engine.text.chat import ChatTemplateError, chat_prompt
+from unimem.engine.text.chat import chat_prompt
+from unimem.engine.text.chat_template import ChatTemplateError
 
 ROOT = Path(__file__).parents[1]
 _CTX, _TOKENS = 1024, 24

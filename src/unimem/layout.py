@@ -15,12 +15,12 @@ from unimem.errors import ClosedError
 from unimem.models.dims import ModelDims
 from unimem.planning.plan import plan
 from unimem.planning.result import Plan
+from unimem.remote.client import is_url
 from unimem.system import limits, policy
 from unimem.system.heap import warm_python_heap
 from unimem.weights.loading import EngineLoad, LoadRequest, Progress, way_of
 from unimem.weights.node_copies import is_mirrored
 from unimem.weights.opened import Weights, open_planned
-from unimem.weights.remote_files import is_url
 
 if TYPE_CHECKING:
     from unimem.system.placement import PlacementOptions

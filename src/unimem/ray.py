@@ -28,13 +28,13 @@ from unimem.errors import CapacityError, ClosedError, PlacementError
 from unimem.planning.plan import plans_of
 from unimem.planning.result import Plan
 from unimem.planning.search import find_largest
-from unimem.remote.client import Answer, Data, Server
+from unimem.remote.client import Answer, Data, Server, is_url
 from unimem.staging.stage import Stage, stage, stage_files
 from unimem.system import policy
 from unimem.system.doctor import doctor
 from unimem.system.machine import MachineFacts
 from unimem.system.placement import PlacementOptions
-from unimem.weights.remote_files import is_url, open_remote
+from unimem.weights.remote_files import open_remote
 
 __all__ = ["NodePlan", "Stager"]
 

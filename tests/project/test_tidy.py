@@ -244,20 +244,13 @@ def module_name(path: Path) -> str:
 
 # Importing the room for transformers takes seconds; vLLM is not installed.
 ROOMS_WITHOUT_INTERFACE = {"_core", "cli", "cuda", "engine", "transformers", "vllm"}
-NOT_INSTALLED = {"unimem.lmcache", "unimem.sglang"}
-# Programs, which are never imported.
-PROGRAMS = {"unimem.__main__", "unimem.staging.keeper_process", "unimem.staging.mount_process"}
-BINDINGS = {"unimem.backends.ggml"}  # ggml's own names
+LEFT_OUT = {"lmcache.py", "sglang.py", "ggml.py"}  # not installed; ggml's own names
 MODULES = sorted(
-    {
-        module_name(path)
-        for path in (ROOT / "src/unimem").rglob("*.py")
-        if path.name != "__init__.py"
-        and not ROOMS_WITHOUT_INTERFACE & set(path.relative_to(ROOT).parts)
-    }
-    - PROGRAMS
-    - BINDINGS
-    - NOT_INSTALLED
+    module_name(path)
+    for path in (ROOT / "src/unimem").rglob("*.py")
+    if path.name not in {"__init__.py", *LEFT_OUT}
+    and not ROOMS_WITHOUT_INTERFACE & set(path.relative_to(ROOT).parts)
+    and "\n__all__ = " in text_of(path)
 )
 STUBS = sorted(module_name(path) for path in (ROOT / "src/unimem").rglob("*.pyx"))
 

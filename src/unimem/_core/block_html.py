@@ -7,8 +7,6 @@ from typing import Any, Protocol
 from unimem.base.html import Html, bar, fragment, heading, join, markup, size, table
 from unimem.system.placement import Placement
 
-__all__ = ["block_html"]
-
 _COLOR = "#3b82c4"
 
 

@@ -15,8 +15,6 @@ from weakref import ref
 from unimem._core.region import holder_parts, regions
 from unimem._core.status import ledger, row_name
 
-__all__ = ["Entry", "Part", "PartsHolder", "enter", "entries", "high_water", "resolve", "sizes_of"]
-
 
 class Part(NamedTuple):
     """A range of a region with a purpose of its own; its `category` is that of a `Row`.

@@ -5,8 +5,6 @@ from pathlib import Path
 from unimem._core import block
 from unimem._core.status import SOVERSION
 
-__all__ = ["get_include", "get_library"]
-
 # In an editable install only compiled modules know where the package is installed.
 _INSTALLED = Path(block.__file__).parent.parent
 

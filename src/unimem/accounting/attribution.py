@@ -20,8 +20,6 @@ from unimem.accounting.row import Mapping, Row, in_order
 from unimem.system.placement import Placement, sum_placements
 from unimem.system.process import Area, Process
 
-__all__ = ["apportion", "attribute", "kind_of", "page_runs"]
-
 _PAGE = mmap.PAGESIZE
 _PageName = Literal["4k", "thp", "2m", "1g"]
 _Range = tuple[int, int]  # of addresses

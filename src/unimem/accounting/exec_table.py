@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 from unimem._core.ledger import Entry, Part
 
-__all__ = ["CATEGORY", "FORMAT", "PlacedTable", "read_table"]
-
 FORMAT = 2
 CATEGORY = "placed"
 

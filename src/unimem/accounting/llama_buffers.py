@@ -15,8 +15,6 @@ from unimem._core.ledger import Entry
 from unimem.accounting.exec_table import CATEGORY
 from unimem.accounting.mapped_models import MappedModel
 
-__all__ = ["name_buffers"]
-
 _ALIGNED, _MALLOC = "aligned_alloc", "malloc"
 _TABLE_BYTES_MIN = 4 << 20  # 20 MiB for 1024 nodes, more for larger graphs
 _LEAST_REPACKED = 2  # of the tensors of a type, at least a half is repacked

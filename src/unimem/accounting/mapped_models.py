@@ -24,8 +24,6 @@ from unimem.weights.repack.image_format import ImageHeader, is_image
 from unimem.weights.safetensors import SafetensorsHeader
 from unimem.weights.staged import Held, holders, holders_of
 
-__all__ = ["FileKey", "MappedModel", "library_files", "models"]
-
 State = Literal["file", "staged", "unnamed", "replaced", "deleted"]
 FileKey = tuple[tuple[int, int], int]
 """Device and inode, as smaps has them."""

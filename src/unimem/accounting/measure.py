@@ -18,8 +18,6 @@ from unimem.base.text import Surface, fact_lines, format_bytes, format_change, t
 from unimem.errors import ClosedError
 from unimem.system.heap import malloc_bytes
 
-__all__ = ["Measured", "MeasuredFunction", "measure"]
-
 _T_co = TypeVar("_T_co", covariant=True)
 # The names of rows in a report.
 _CATEGORIES = tuple(map(row_name, ledger()))

@@ -18,15 +18,6 @@ from unimem.accounting.row import Row
 from unimem.accounting.samples import Sample, Sampler
 from unimem.base.text import escape
 
-__all__ = [
-    "FAMILIES",
-    "LLAMA_FAMILIES",
-    "MetricFamily",
-    "MetricsCollector",
-    "serve",
-    "write_metrics",
-]
-
 HOST = "host"  # the device of main memory
 _PROCESS = ("pid", "process")
 _STAGED = ("pid", "source")

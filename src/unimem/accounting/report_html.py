@@ -10,8 +10,6 @@ from unimem.accounting.row import Row
 from unimem.base.html import Html, bar, facts, fragment, heading, size, stack, table
 from unimem.system.placement import Placement, sum_placements
 
-__all__ = ["color_of", "colors_of", "report_html", "report_parts"]
-
 # By kind of category; weights of several types have one hue.
 _COLORS = {
     "weights": ("#3b82c4", "#5d9fd8", "#2b6498", "#86b9e4", "#4a7ba8"),

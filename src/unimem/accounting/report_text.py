@@ -19,8 +19,6 @@ from unimem.base.text import (
 )
 from unimem.system.placement import Placement, sum_placements
 
-__all__ = ["kind_of_mapping", "memory_lines", "pieces_text", "report_facts", "report_lines"]
-
 _MODELS = 4  # named in the page
 _STATES = {
     "unnamed": "memory without a path",

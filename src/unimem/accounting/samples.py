@@ -14,8 +14,6 @@ from unimem.system.limits import Limit, memory_limits
 from unimem.system.pressure import Pressure, memory_pressure, paged_in_bytes
 from unimem.system.process import Counters, counters
 
-__all__ = ["GrowthPoint", "MemoryGrowth", "Rates", "Sample", "Sampler", "rates"]
-
 # The share of a core that reading the memory of a process may take. Large processes are read less
 # often than asked.
 _SHARE = 0.04

@@ -17,8 +17,6 @@ from unimem.base.install_hint import install_hint
 from unimem.base.text import format_bytes
 from unimem.errors import CapacityError, ClosedError, PlacementError
 
-__all__ = ["Driver", "Launcher", "driver", "in_use", "require", "torch"]
-
 Launcher = Callable[[tuple[int, ...], tuple[int, ...], tuple[Any, ...], int], None]
 """Launches a kernel: grid, block, arguments, stream. An array of one element goes by value."""
 

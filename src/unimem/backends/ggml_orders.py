@@ -23,18 +23,6 @@ from unimem.backends import ggml
 from unimem.backends.ggml_trial import passes_trial
 from unimem.models.shapes import TILED_TYPES
 
-__all__ = [
-    "Buffer",
-    "BufferType",
-    "Order",
-    "all_types",
-    "are_rows_apart",
-    "buffer_types",
-    "build",
-    "find_order",
-    "order_of",
-]
-
 _REPACK = "CPU_REPACK"
 _SOUND = frozenset({_REPACK})
 _TINY_BYTES = 4096

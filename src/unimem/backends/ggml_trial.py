@@ -18,8 +18,6 @@ from typing import Any
 from unimem.base.atomic_file import write_text
 from unimem.base.cache_folder import cache_folder, check_own_folder
 
-__all__ = ["UNSOUND", "passes_trial"]
-
 UNSOUND = 3
 """Exit status of a trial with wrong products; an error of Python is 1."""
 

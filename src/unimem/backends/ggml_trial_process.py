@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from unimem.backends import ggml, ggml_orders
 from unimem.backends.ggml_trial import UNSOUND
 
-__all__ = ["is_sound"]
-
 _NE = (256, 64)
 _COLUMNS = (1, 32)  # one token, and several, which use other code
 _MOST = 0.02  # the largest error, as a part of the largest product: rounding differs

@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-__all__ = ["check_callable", "file_path", "flag", "instance", "integer", "one_of", "string"]
-
 _T = TypeVar("_T")
 
 

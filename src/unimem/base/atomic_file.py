@@ -17,8 +17,6 @@ from unimem.base.arguments import file_path
 from unimem.base.closing import Closing
 from unimem.base.descriptors import Descriptors
 
-__all__ = ["NewFile", "attribute_errors", "remove_unlocked", "write_text"]
-
 TEMPORARY = ".unimem-tmp"
 """The end of the names of temporary files."""
 

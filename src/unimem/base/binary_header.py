@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from unimem.errors import FormatError
 
-__all__ = ["BinaryHeader", "HeaderFields", "Tables"]
-
 _MAGIC_BYTES = 8
 
 

@@ -14,16 +14,6 @@ from typing import NamedTuple
 from unimem.base.atomic_file import remove_unlocked
 from unimem.base.descriptors import Descriptors
 
-__all__ = [
-    "BudgetFolder",
-    "CachedFile",
-    "cache_folder",
-    "check_own_folder",
-    "default_bytes",
-    "empty_folder",
-    "foreign_kind",
-]
-
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _SHARE_OF_DISK = 10

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Self
 
-__all__ = ["Closing"]
-
 
 class Closing:
     """A base of classes whose `close` ends a ``with``; `_check_open` may refuse its beginning."""

@@ -9,8 +9,6 @@ from typing import Any
 
 from unimem.base.closing import Closing
 
-__all__ = ["Descriptors"]
-
 
 class Descriptors(list[int], Closing):
     """Open descriptors, closed when the ``with`` or the list ends.

@@ -7,8 +7,6 @@ import sys
 import warnings
 from glob import escape, glob
 
-__all__ = ["NAMESAKE", "other_distributions", "warn_of_namesake"]
-
 NAMESAKE = (
     "it is another project's, and has the same import name; this package, the memory layer for LLM "
     "inference, is unimem-llm. Files of one may have replaced those of the other: "

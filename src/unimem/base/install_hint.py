@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["install_hint"]
-
 # Extras with the engine, whose ggml is a distribution of its own beside unimem.
 _WITH_ENGINE = {"run", "bench", "docs", "test", "worth"}
 

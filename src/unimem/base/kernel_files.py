@@ -5,18 +5,6 @@ from __future__ import annotations
 import os
 import re
 
-__all__ = [
-    "is_folder",
-    "list_names",
-    "parse_fields",
-    "parse_kib",
-    "parse_list",
-    "read_bytes",
-    "read_fields",
-    "read_number",
-    "read_text",
-]
-
 _CHUNK_BYTES = 1 << 16  # the kernel writes most of these files at one read
 _MOST_LISTED = 1 << 16  # more than any kernel has of nodes or CPUs
 

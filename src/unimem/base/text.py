@@ -10,28 +10,6 @@ from functools import partialmethod
 from itertools import zip_longest
 from typing import NamedTuple
 
-__all__ = [
-    "Bar",
-    "Surface",
-    "draw_bar",
-    "escape",
-    "fact_lines",
-    "format_age",
-    "format_bytes",
-    "format_change",
-    "format_count",
-    "format_mib",
-    "format_ranges",
-    "item_lines",
-    "parse_bytes",
-    "shorten",
-    "shorten_path",
-    "table_lines",
-    "text_width",
-    "wide_lines",
-    "wrap",
-]
-
 _KIB = 1024
 _SIZE = re.compile(r"([0-9]{1,20})(\.[0-9]{1,9})? ?(?:([kmgt])(?:i?b)?|b)?", re.I)
 _GAP = "  "

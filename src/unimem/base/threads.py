@@ -14,8 +14,6 @@ from queue import Empty, SimpleQueue
 
 from unimem.errors import ClosedError
 
-__all__ = ["run_in_threads", "starting_threads", "wait_until"]
-
 _TICK_SECONDS = 0.05
 
 

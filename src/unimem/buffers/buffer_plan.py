@@ -10,8 +10,6 @@ from types import MappingProxyType
 
 from unimem.base.arguments import integer
 
-__all__ = ["BufferPlan", "BufferUse"]
-
 _TRIES = 200  # orders tried, at most
 _VISITS = 2_000_000  # visits of neighbours in all tries: some tenths of a second
 

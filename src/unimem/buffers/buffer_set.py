@@ -15,17 +15,6 @@ from unimem.base.text import format_bytes
 from unimem.errors import ClosedError
 from unimem.models.dims import ModelDims
 
-__all__ = [
-    "ALIGN",
-    "BufferRange",
-    "BufferSet",
-    "Spec",
-    "check_dims",
-    "pack",
-    "refuse_pickling",
-    "total_bytes",
-]
-
 ALIGN = 256
 """The alignment of a set of buffers, and the largest alignment of one buffer, in bytes."""
 

@@ -23,8 +23,6 @@ from unimem.buffers.buffer_set import (
 from unimem.models.dims import MAX_SPLITS, ModelDims
 from unimem.system.placement import PlacementOptions
 
-__all__ = ["DecodeBatch", "DecodeBufferSet", "DecodeBuffers", "ForwardScratch"]
-
 A = TypeVar("A")
 """The device's arrays: `numpy.ndarray` or `cupy.ndarray`."""
 

@@ -17,8 +17,6 @@ from unimem.cli.options import AsJson
 from unimem.cli.terminal import document_head
 from unimem.weights.repack.image_cache import CachedImage, ImageCache
 
-__all__ = ["cache"]
-
 _SCHEMA = "unimem.cache/1"
 _LEAST_KEY = 4
 

@@ -58,8 +58,6 @@ if TYPE_CHECKING:
     from unimem.engine import Decoder
     from unimem.engine.sampling import Sampling
 
-__all__ = ["chat", "converse"]
-
 _HELP = """\
 /save FILE     keep the conversation in FILE, and its messages in FILE.json
 /resume FILE   go on with a conversation that was saved

@@ -12,8 +12,6 @@ from unimem.cli.options import value_option
 from unimem.system.doctor import doctor as look
 from unimem.system.machine_text import render
 
-__all__ = ["doctor"]
-
 
 def doctor(
     disk: Annotated[

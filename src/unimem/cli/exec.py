@@ -40,8 +40,6 @@ from unimem_exec import (
 )
 from unimem_exec import start as become
 
-__all__ = ["exec_"]
-
 _PROBE_BYTES = {"1g": 1 << 30}
 _THP_BYTES = 2 << 20
 

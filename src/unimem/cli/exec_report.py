@@ -12,8 +12,6 @@ from unimem.accounting.report_text import report_lines
 from unimem.base.atomic_file import write_text
 from unimem.base.text import Surface
 
-__all__ = ["main"]
-
 
 def main(pid: int, file: str) -> int:
     """Write the report of a process to a path, or for "-" as a page on standard error."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["AT_LEAST", "DOES_NOT_FIT", "FAILED", "INTERRUPTED", "OK", "READS_FROM_DISK", "Ended"]
-
 # Usage errors end with 2, by typer.
 OK, FAILED, DOES_NOT_FIT, READS_FROM_DISK, AT_LEAST, INTERRUPTED = 0, 1, 3, 4, 5, 130
 

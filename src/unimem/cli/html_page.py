@@ -13,8 +13,6 @@ from unimem.accounting.report_page import report_page
 from unimem.accounting.samples import MemoryGrowth, Sample
 from unimem.base.atomic_file import NewFile, write_text
 
-__all__ = ["page_at_end", "write_page"]
-
 
 def write_page(path: str, sample: Sample) -> None:
     """Write the page of a sample, whole or not at all; OSError leaves the old file."""

@@ -28,8 +28,6 @@ from unimem.weights.remote_files import open_remote
 from unimem.weights.residency import Residency, map_resident
 from unimem.weights.tensors import Contents, headers_of
 
-__all__ = ["SCHEMA", "inspect"]
-
 SCHEMA = "unimem.inspect/1"
 
 _WIDTH = 80

@@ -27,15 +27,6 @@ if TYPE_CHECKING:
     from unimem.engine import Decoder
     from unimem.engine.text.tokenizer import Tokenizer
 
-__all__ = [
-    "Fallbacks",
-    "ModelOptions",
-    "load_layout",
-    "new_decoder",
-    "read_tokenizer",
-    "warm",
-]
-
 
 @dataclass(frozen=True)
 class ModelOptions:

@@ -21,8 +21,6 @@ from unimem.cli.processes import find
 from unimem.cli.report import process_number
 from unimem.staging.staging_folder import staged_values
 
-__all__ = ["metrics"]
-
 _PORT = 9464  # that of OpenTelemetry's exporters
 # The interval of searches for processes with a model, which look at all processes.
 _FIND_SECONDS = 15.0

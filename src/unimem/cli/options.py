@@ -14,10 +14,10 @@ import typer
 
 from unimem.kv.types import KV_TYPES, kv_name, kv_pair
 from unimem.planning.plan import DEFAULT_CTX
+from unimem.remote.client import is_url
 from unimem.system.placement import Pages
 from unimem.system.policy import parse_numa
 from unimem.weights.loading import EngineLoad
-from unimem.weights.remote_files import is_url
 
 if TYPE_CHECKING:
     from unimem.engine.sampling import Sampling

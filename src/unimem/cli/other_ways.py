@@ -10,8 +10,6 @@ from unimem.base.text import format_bytes, format_count
 from unimem.planning.plan import plan as make_plan
 from unimem.remote.client import is_url, shown
 
-__all__ = ["other_ways"]
-
 _NO_CACHE = "the KV cache: "
 
 

@@ -12,8 +12,6 @@ from unimem.accounting.mapped_models import models
 from unimem.accounting.published import published
 from unimem.system.process import read_process
 
-__all__ = ["SCHEMA", "ModelProcess", "Processes", "find"]
-
 SCHEMA = "unimem.processes/1"
 
 

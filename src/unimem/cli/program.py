@@ -9,8 +9,6 @@ import typer
 
 from unimem.cli import terminal
 
-__all__ = ["program"]
-
 
 def _show_version(is_asked: bool) -> None:
     if is_asked:

@@ -19,8 +19,6 @@ from unimem.cli.html_page import write_page
 from unimem.cli.options import AsJson, value_option
 from unimem.cli.processes import ModelProcess, Processes, find
 
-__all__ = ["process_number", "report"]
-
 
 def report(
     pid: Annotated[

@@ -68,8 +68,6 @@ if TYPE_CHECKING:
     from unimem.engine.sampling import Sampling
     from unimem.engine.text.tokenizer import Tokenizer
 
-__all__ = ["SCHEMA", "run"]
-
 SCHEMA = "unimem.run/1"
 
 DEFAULT_PROMPT = "Once upon a time"

@@ -18,8 +18,6 @@ from unimem.llama_cpp.proxy import SlotProxy
 from unimem.llama_cpp.server import LlamaServer
 from unimem.remote.client import is_url
 
-__all__ = ["serve_slots"]
-
 _PORT = 8081
 
 

@@ -48,8 +48,6 @@ from unimem.weights.opened import open_weights
 from unimem.weights.remote_files import open_files
 from unimem.weights.staged import Held, holders
 
-__all__ = ["stage", "stage_for"]
-
 _MOST_LEFT = 5  # named
 _WAITS = "waiting for another 'unimem stage', which reads a model"
 

@@ -24,8 +24,6 @@ from unimem.llama_cpp.stored import StoredPrefix, stored_prefixes
 from unimem.remote.client import is_url
 from unimem.weights.opened import open_weights
 
-__all__ = ["DiskBytes", "Model", "Options", "Store", "StoreChunk", "parse_bytes", "store"]
-
 _SCHEMA = "unimem.store/1"
 _LEAST_KEY = 4
 _ON_DISK = ("show", "drop", "verify", "pin", "unpin")

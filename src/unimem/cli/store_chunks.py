@@ -19,8 +19,6 @@ from unimem.kv.store.inventory import ChunkNode, Inventory, StoredChunk, find_da
 from unimem.kv.store.store import KVStore
 from unimem.llama_cpp.stored import stored_prefixes
 
-__all__ = ["ChunkWork", "parse_seconds"]
-
 _SCHEMA = "unimem.store-chunks/1"
 _LEAST_KEY = 4
 _SHOWN_KEY, _SHOWN_MODEL = 16, 40

@@ -13,18 +13,6 @@ from typing import Any, TextIO
 
 from unimem.base.text import Surface, format_bytes, text_width
 
-__all__ = [
-    "Flow",
-    "can_show",
-    "document_head",
-    "is_colored",
-    "is_terminal",
-    "show",
-    "show_path",
-    "surface",
-    "updates",
-]
-
 # Shorter work has no bar.
 _PATIENCE_SECONDS = 0.5
 

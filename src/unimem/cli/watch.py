@@ -23,8 +23,6 @@ from unimem.base.text import Surface, escape, fact_lines, format_bytes, format_c
 from unimem.cli import terminal
 from unimem.cli.html_page import page_at_end
 
-__all__ = ["SCHEMA", "watch"]
-
 SCHEMA = "unimem.watch/1"
 
 _LABEL = 10  # columns of the names of facts

@@ -12,8 +12,6 @@ from unimem.errors import CapacityError
 from unimem.weights.opened import Weights
 from unimem.weights.tensors import Tensor
 
-__all__ = ["add_advice", "has_room"]
-
 # Tensors that lie closer to each other are asked for at once.
 _GAP_BYTES = 64 << 10
 

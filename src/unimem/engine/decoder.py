@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from unimem.engine.text.tokenizer import Tokenizer
     from unimem.kv.snapshot import LayersSnapshot, Snapshot
 
-__all__ = ["Decoder"]
-
 _TURN_SECONDS = 1.0  # `give_back` waits this long for the token of another thread
 _IDLE_NS = 10 * 10**9  # a conversation without a token for this long is idle
 _MOST_POSITIONS = 2**31 - 1  # ggml counts them in 32 bits

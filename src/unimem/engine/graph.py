@@ -21,8 +21,6 @@ from unimem.engine.model import Model
 from unimem.engine.rotation_op import node_address, rotation_block
 from unimem.planning.needs import nodes_bound
 
-__all__ = ["Arrays", "Bringer", "Graph", "Headers", "KVLane", "Mask", "Wave", "Waves", "view"]
-
 _WORD = 8
 _ROPE_MODES = {"normal": ggml.ROPE_NORMAL, "neox": ggml.ROPE_NEOX}
 # Of the gate "oai" of a feed-forward network, as in llama.cpp (`build_moe_ffn`).

@@ -17,8 +17,6 @@ from unimem.kv.cache.cache import KVCache
 from unimem.kv.cache.one_kind import OneKindCache
 from unimem.kv.layer_specs import LayerKV, kinds_of, places_of
 
-__all__ = ["History"]
-
 
 class History:
     """The KV cache of a decoder. For one thread.

@@ -23,8 +23,6 @@ from unimem.layout import Layout
 from unimem.system.process import read_process
 from unimem.weights.opened import Weights, WeightsCopy
 
-__all__ = ["DecoderMemory", "list_parts", "make_report"]
-
 _SHOWN = ("diagnostics", NAME)  # the figures that the process publishes
 
 

@@ -29,8 +29,6 @@ from unimem.planning.needs import least_window
 if TYPE_CHECKING:
     from unimem.weights.tensors import Contents
 
-__all__ = ["Model", "UnsupportedModel"]
-
 
 class UnsupportedModel(ValueError):  # noqa: N818 - part of the public interface
     """The engine does not run this model; the message says what it supports."""

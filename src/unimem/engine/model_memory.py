@@ -21,6 +21,7 @@ from unimem.kv.types import kv_pair
 from unimem.layout import Layout
 from unimem.planning.plan import plan
 from unimem.planning.result import Plan
+from unimem.remote.client import is_url
 from unimem.remote.transfers import TRIES
 from unimem.system import limits, policy
 from unimem.system.placement import PlacementOptions
@@ -33,12 +34,10 @@ from unimem.weights.opened import (
     open_weights,
     warm_where_it_fits,
 )
-from unimem.weights.remote_files import is_url, open_remote
+from unimem.weights.remote_files import open_remote
 from unimem.weights.repack.repack import repack_and_warm
 from unimem.weights.repack.repacked import Repacked
 from unimem.weights.tensors import Contents, Tensor, headers_of
-
-__all__ = ["DecoderOptions", "ModelMemory", "Reader"]
 
 # Of Python's objects for a model, beside the kernel's tables of pages: the most, and the share of a
 # small model's plan.

@@ -10,8 +10,6 @@ from unimem.engine.history import History
 from unimem.kv.store.aside import Aside
 from unimem.kv.store.store import KVStore
 
-__all__ = ["PutAside"]
-
 
 class PutAside:
     """The rows of a decoder's cache, in a store: byte for byte, with generated tokens.

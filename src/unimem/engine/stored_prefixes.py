@@ -14,8 +14,6 @@ from unimem.system import policy
 from unimem.weights.opened import Weights
 from unimem.weights.whole_hash import whole_hash
 
-__all__ = ["Prefixes", "model_name"]
-
 
 def model_name(weights: Weights) -> str:
     """Name a model in a store that other models use, too, and in sessions: by all of its bytes.

@@ -21,8 +21,6 @@ from unimem.weights.tensors import StreamedTensor, Tensor
 if TYPE_CHECKING:
     from unimem.weights.stream.stream import Stream
 
-__all__ = ["header_of", "read_pieces"]
-
 
 def header_of(tensor: Tensor) -> tuple[int, tuple[int, ...], int]:
     """Return ggml's type, the shape in ggml's order, and the address of a tensor.

@@ -6,8 +6,6 @@ from typing import Any
 
 from unimem.base.html import Html, bar, fragment, markup, size, table
 
-__all__ = ["kv_html", "paged_html"]
-
 _COLOR = "#e08a2e"
 _Row = tuple[str, str, str, Html]
 

@@ -11,18 +11,6 @@ import numpy.typing as npt
 from unimem.base.arguments import integer
 from unimem.kv.types import block_values, kv_name, kv_pair, kv_type
 
-__all__ = [
-    "Layer",
-    "LayerKV",
-    "LayerPlace",
-    "LayerState",
-    "RowsKind",
-    "check_layers",
-    "kinds_of",
-    "places_of",
-    "states_of",
-]
-
 _MOST = 2**32 - 1
 # The most dimensions in a snapshot.
 _MOST_DIMS = 8

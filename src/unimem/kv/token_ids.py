@@ -8,8 +8,6 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Tokens", "n_common", "token_ids"]
-
 Tokens: TypeAlias = Sequence[int] | NDArray[Any]
 
 

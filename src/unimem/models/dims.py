@@ -9,8 +9,6 @@ from typing import Any, NamedTuple, Protocol
 
 from unimem.base.arguments import integer
 
-__all__ = ["ModelContents", "ModelDims"]
-
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3", "qwen3moe", "gpt-oss")
 """The architectures that the engine runs."""
 MIXTURES = ("qwen2moe", "qwen3moe", "gpt-oss")  # besides Mixtral, which is a llama with experts

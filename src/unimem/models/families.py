@@ -18,24 +18,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from unimem.base.text import format_bytes, format_count
 from unimem.models.fields import Fields, Kind, UnknownError
 
-__all__ = [
-    "COMPRESSED",
-    "FAMILIES",
-    "Family",
-    "GraphKind",
-    "KeptLayer",
-    "KeptRows",
-    "KeptState",
-    "RopeMode",
-    "by_keys",
-    "count_layers",
-    "equal_layers",
-    "in_words",
-    "layers_of",
-    "of_architecture",
-    "of_model_type",
-]
-
 MOST_LAYERS = 10_000
 _F32_BYTES = 4
 

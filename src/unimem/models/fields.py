@@ -14,8 +14,6 @@ from typing import Any, Literal, Protocol, TypeAlias
 from unimem.base.text import format_count
 from unimem.models.dims import ArchMetadata
 
-__all__ = ["ConfigFields", "Fields", "Kind", "MetadataFields", "UnknownError"]
-
 CONFIG = "config.json"
 MOST = 2**31 - 1  # engines count layers, heads and tokens in 32 bits
 

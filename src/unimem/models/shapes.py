@@ -28,16 +28,6 @@ from unimem.models.dims import (
 from unimem.models.families import KeptLayer, KeptRows
 from unimem.models.fields import CONFIG, MOST, ConfigFields, MetadataFields, UnknownError
 
-__all__ = [
-    "Layers",
-    "Shape",
-    "from_config",
-    "from_dims",
-    "from_weights",
-    "grouped",
-    "read_config",
-]
-
 _CONFIG_BYTES_MAX = 4 << 20  # the longest known one has 50 kB
 _EXPERTS = (
     "the scratch memory of a mixture of experts: the row is that of a dense model, without the "

@@ -15,8 +15,6 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-__all__ = ["Arrivals", "Piece", "give_back"]
-
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate (linux/falloc.h)
 
 

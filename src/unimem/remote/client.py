@@ -24,8 +24,6 @@ from unimem.errors import ClosedError
 from unimem.remote.hashes import find_digest, request_digest
 from unimem.remote.url_errors import in_own_words
 
-__all__ = ["Answer", "Data", "Server", "is_url", "open_server", "shown", "url_key"]
-
 Data: TypeAlias = bytes | bytearray | memoryview
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")

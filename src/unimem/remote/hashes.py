@@ -20,8 +20,6 @@ from base64 import b64decode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["ObjectHash", "find_digest", "find_hashes", "request_digest"]
-
 _MIB = 1 << 20
 _CRC32C = "crc32c="
 # Part sizes of common tools: boto3, the AWS command line, obstore, s3fs and rclone among them.

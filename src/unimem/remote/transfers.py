@@ -24,8 +24,6 @@ from unimem.remote.client import Answer, Server
 from unimem.remote.hashes import ObjectHash, find_hashes
 from unimem.remote.url_errors import in_own_words, is_final
 
-__all__ = ["Progress", "RemoteBytes", "Version", "read_range", "read_wanted", "retried"]
-
 #: Ranges under way at once, as S3's guidelines advise for a large object on a fast network.
 THREADS = 16
 #: Tries of a request that brings nothing, with pauses of up to 13 s in all.

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 
 from unimem.errors import ClosedError
 
-__all__ = ["in_own_words", "is_final"]
-
 _AGAIN = "try again later"
 _STATUS = re.compile(r"\bstatus(?: code)?\W{1,3}(\d{3})\b")
 _OF_URL = re.compile(r"[a-z]+://\S+")

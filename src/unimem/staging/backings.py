@@ -21,8 +21,6 @@ from unimem.errors import PlacementError
 from unimem.system.limits import SHM
 from unimem.system.memfds import new_memfd
 
-__all__ = ["ACCESS_MODE", "BACKINGS", "Backing", "Folder", "Memfd", "Mount", "Place", "sweep"]
-
 Backing = Literal["tmpfs", "hugetlb", "memfd", "shm"]
 BACKINGS: tuple[Backing, ...] = ("tmpfs", "hugetlb", "memfd", "shm")
 

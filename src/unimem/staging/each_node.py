@@ -14,8 +14,6 @@ from unimem.weights.loading import Progress
 from unimem.weights.node_copies import nodes_for_copies
 from unimem.weights.remote_files import open_files
 
-__all__ = ["stage_copies"]
-
 _Stage = TypeVar("_Stage", bound=AbstractContextManager[Any])
 
 

@@ -28,20 +28,6 @@ from unimem.system.process import identity
 from unimem.weights.files import Version
 from unimem.weights.staged import NOTE, PROCESS_FOLDER, SCHEMA, Held, cannot_see, held_from_note
 
-__all__ = [
-    "Arrived",
-    "catch_signals",
-    "drop",
-    "exclude_others",
-    "hold",
-    "hold_files",
-    "hold_unfinished",
-    "notify",
-    "run_child",
-    "show",
-    "wait_for",
-]
-
 _HOLDER = os.path.join(os.path.dirname(__file__), "keeper_process.py")
 _PATIENCE_SECONDS = 10
 # One second for a process that is about to listen; another user's might never listen.

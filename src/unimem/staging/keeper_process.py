@@ -23,8 +23,6 @@ import signal
 import sys
 from contextlib import suppress
 
-__all__ = ["main", "wait"]
-
 # The kernel's numbers (uapi/asm-generic/mman.h), the same on x86-64 and aarch64.
 _PROT_NONE, _PROT_READ = 0, 1
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS = 1, 2, 0x10, 0x20

@@ -13,8 +13,6 @@ from unimem.base import kernel_files
 from unimem.weights.files import ModelFiles
 from unimem.weights.repack.arrangement import EMBEDDING, LOOKED_UP
 
-__all__ = ["RepackedByLlamaCpp", "cpu_features", "find_repacked"]
-
 # CPU features by the kernel's names: types, each with the divisor of its number of rows.
 _KERNELS: dict[str, dict[str, int]] = {
     "avx2": {"q4_0": 8, "q4_K": 8, "iq4_nl": 8, "mxfp4": 8},

@@ -14,8 +14,6 @@ import os
 import socket
 import sys
 
-__all__ = ["main"]
-
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
 
 

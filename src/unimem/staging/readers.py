@@ -12,8 +12,6 @@ from unimem.base.kernel_files import read_bytes
 from unimem.system.process import read_process
 from unimem.weights.staged import Held
 
-__all__ = ["Readers", "find_readers"]
-
 _MAPPED = re.compile(rb" ([0-9a-f]+):([0-9a-f]+) ([1-9]\d*) ")
 
 _File = tuple[int, int, int]

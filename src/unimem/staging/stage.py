@@ -56,8 +56,6 @@ from unimem.weights.repack.repack import repack_into, why_nothing
 from unimem.weights.safetensors import SafetensorsHeader
 from unimem.weights.staged import proc_folder
 
-__all__ = ["Stage", "stage", "stage_files"]
-
 # Commands that give huge pages to programs that map a file at any address.
 _ALLOW: dict[Backing, str] = {
     "memfd": "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled",

@@ -27,16 +27,6 @@ from unimem.staging.readers import find_readers
 from unimem.system import limits
 from unimem.weights.staged import Held, holders
 
-__all__ = [
-    "Remembered",
-    "StagingFolder",
-    "entries",
-    "link_into",
-    "open_staging_folder",
-    "staged_ns",
-    "staged_values",
-]
-
 _ENTRY = re.compile(r"[0-9a-f]{32}")
 _BUDGET, _TURN, _USES = "budget", ".turn", ".uses"
 # A model that was staged so lately is in use: who asked for its path is about to open it.

@@ -21,8 +21,6 @@ from unimem.weights.files import Version
 from unimem.weights.remote_files import RemoteFiles
 from unimem.weights.staged import Held, holders
 
-__all__ = ["Unfinished", "find_unfinished"]
-
 # After these errors the part is useless: the file is gone, or another one.
 _USELESS = (errno.ESTALE, errno.ENOENT)
 

@@ -11,8 +11,6 @@ from typing import Literal
 
 from unimem.base import kernel_files
 
-__all__ = ["Cgroup", "cgroups_above", "locate", "sees_all_above"]
-
 _NO_LIMIT = 1 << 60  # version 1 writes "none" as a number near 2**63
 
 

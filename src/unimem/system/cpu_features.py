@@ -7,8 +7,6 @@ from collections.abc import Iterable
 
 from unimem.base import kernel_files
 
-__all__ = ["cpu_features", "missing_cpu_features"]
-
 # Usual names that the kernel does not use.
 _KERNELS_NAMES = {"sse3": "pni", "lzcnt": "abm", "neon": "asimd", "dotprod": "asimddp"}
 

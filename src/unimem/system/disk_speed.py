@@ -30,8 +30,6 @@ from unimem.base.cache_folder import cache_folder, check_own_folder
 from unimem.base.threads import run_in_threads
 from unimem.system import limits
 
-__all__ = ["DiskSpeed", "measure_speed", "recall", "remember"]
-
 _T = TypeVar("_T")
 _REQUEST_BYTES = 1 << 20  # about an expert
 _AT_ONCE = 16

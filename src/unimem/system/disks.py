@@ -11,8 +11,6 @@ from typing import NamedTuple
 from unimem.base import kernel_files
 from unimem.system.disk_speed import DiskSpeed, recall
 
-__all__ = ["Disk", "disk_of", "find_disks"]
-
 _IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs", "devtmpfs")
 
 

@@ -34,8 +34,6 @@ from unimem.system.machine import (
     ThpSize,
 )
 
-__all__ = ["Machine", "doctor"]
-
 _CPUS = "/sys/devices/system/cpu"
 
 # Features of kernels for matrix products and conversions, by the kernel's names, and 1 GiB pages.

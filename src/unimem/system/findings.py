@@ -11,8 +11,6 @@ from unimem.base.distributions import NAMESAKE, other_distributions
 from unimem.base.text import format_bytes, format_count
 from unimem.system.machine import Finding, MachineFacts
 
-__all__ = ["judge"]
-
 _THP = "/sys/kernel/mm/transparent_hugepage"
 _GIB = 1 << 30
 _EXAMPLE_BYTES = 16 * _GIB  # the size of an example model

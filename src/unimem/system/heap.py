@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 from typing import NamedTuple
 
-__all__ = ["MallocBytes", "malloc_bytes", "warm_python_heap"]
-
 # CPython's allocator (Objects/obmalloc.c) has pools for each size up to _LARGEST, in arenas of a
 # mebibyte.
 _LARGEST, _STEP = 512, 16

@@ -10,18 +10,6 @@ from typing import Any
 from unimem.system.disks import Disk
 from unimem.system.limits import CpuQuota, HugePool, Limit, Node
 
-__all__ = [
-    "Capabilities",
-    "Cpu",
-    "Finding",
-    "Kernel",
-    "MachineFacts",
-    "MemoryFacts",
-    "Numa",
-    "Thp",
-    "ThpSize",
-]
-
 _SCHEMA = "unimem.doctor/1"
 
 

@@ -20,8 +20,6 @@ from unimem.system.disks import Disk
 from unimem.system.limits import Limit
 from unimem.system.machine import Finding, MachineFacts
 
-__all__ = ["render"]
-
 _WIDTH = 80
 _INDENT = 3
 _LABEL = 9  # columns of "run" and "changes"

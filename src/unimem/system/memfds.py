@@ -15,8 +15,6 @@ from functools import partial
 from unimem.base.descriptors import Descriptors
 from unimem.base.kernel_files import parse_fields, read_bytes
 
-__all__ = ["CANNOT_LOOK", "find_memfds", "new_memfd"]
-
 #: Errors of the looking process. Other errors mean that a file was closed, or is not ours.
 CANNOT_LOOK = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)
 

@@ -8,8 +8,6 @@ from typing import Literal, TypedDict
 
 from unimem.base.text import format_bytes
 
-__all__ = ["Lock", "Pages", "Placement", "PlacementOptions", "check_placement", "sum_placements"]
-
 Pages = Literal["auto", "4k", "thp", "2m", "1g"]
 Lock = bool | Literal["onfault"]
 

@@ -21,34 +21,6 @@ from unimem.errors import PlacementError, PlacementWarning
 from unimem.system.limits import SHM, HugePool, Limit, Node
 from unimem.system.placement import Lock, Pages, Placement, PlacementOptions
 
-__all__ = [
-    "Extent",
-    "Facts",
-    "NumaPolicy",
-    "PlacementChoice",
-    "Request",
-    "check_lock",
-    "check_options",
-    "decide",
-    "extent",
-    "find_mismatches",
-    "format_misplaced",
-    "huge_page_message",
-    "is_prefaulted",
-    "misplaced_message",
-    "parse_numa",
-    "placement_message",
-    "pool_room",
-    "pool_shortfall",
-    "remove_named",
-    "require_growth",
-    "require_room",
-    "shared_path",
-    "warm_cpus",
-    "warm_threads",
-    "warn",
-]
-
 MAX_NODES = 1024
 PAGES: tuple[str, ...] = get_args(Pages)
 HUGETLB = ("1g", "2m")  # the larger first, as "auto" tries them

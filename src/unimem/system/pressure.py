@@ -27,17 +27,6 @@ from unimem.base.text import format_bytes
 from unimem.system.cgroups import Cgroup, cgroups_above
 from unimem.system.limits import Limit
 
-__all__ = [
-    "Notice",
-    "Pressure",
-    "Watch",
-    "memory_pressure",
-    "open_watches",
-    "paged_in_bytes",
-    "wanted_room",
-    "why_exposed",
-]
-
 _MACHINE = "/proc/pressure/memory"
 # The kernel reclaims pages that were used once while there are not many more that are used often.
 # Twice the room keeps a model among the latter.

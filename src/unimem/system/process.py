@@ -21,8 +21,6 @@ from unimem.base.arguments import integer
 from unimem.base.kernel_files import parse_fields
 from unimem.system import limits
 
-__all__ = ["Area", "Counters", "Process", "counters", "identity", "read_process"]
-
 _PAGE = mmap.PAGESIZE
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _SMAPS_BYTES = 1 << 20  # of more than a thousand areas

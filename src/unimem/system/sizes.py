@@ -10,8 +10,6 @@ from unimem.base.text import parse_bytes
 from unimem.system import limits
 from unimem.system.limits import Limit
 
-__all__ = ["LimitFacts", "parse_size"]
-
 _SHARE = re.compile(r"(\d+(?:\.\d+)?) ?%")
 
 

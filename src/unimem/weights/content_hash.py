@@ -37,8 +37,6 @@ from unimem.weights.files import FileRange, check_version, open_model
 from unimem.weights.loading import LoadRequest, Progress, load_model
 from unimem.weights.tensors import Contents, ModelPart, Tensor
 
-__all__ = ["Hashed", "content_hash", "hash_in_threads"]
-
 _HEAD = b"unimem content 1\n"
 _OF_A_SPLIT = frozenset({"split.no", "split.count", "split.tensors.count"})
 _CHUNK_BYTES = 8 << 20

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from unimem._core import guard
 from unimem.weights.gguf import tensor_type
 
-__all__ = ["dequantize"]
-
 Bytes: TypeAlias = NDArray[np.uint8]
 Floats: TypeAlias = NDArray[np.float32]
 Convert: TypeAlias = Callable[[Bytes, Floats], None]

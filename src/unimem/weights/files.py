@@ -25,25 +25,6 @@ from unimem.errors import GGUFError, SafetensorsError
 from unimem.weights.gguf import GGUFHeader
 from unimem.weights.safetensors import SafetensorsHeader
 
-__all__ = [
-    "FileRange",
-    "Header",
-    "ModelFile",
-    "ModelFiles",
-    "Source",
-    "Value",
-    "add_files",
-    "check_end",
-    "check_version",
-    "durable_path",
-    "identity_of",
-    "is_name",
-    "open_model",
-    "read_header",
-    "reopen",
-    "version_of",
-]
-
 #: A value of the metadata.
 Value: TypeAlias = Union[  # noqa: UP007 - it refers to itself, which "|" cannot before Python 3.12
     int, float, bool, str, NDArray[np.number[Any] | np.bool_], list[str], list["Value"]

@@ -12,8 +12,6 @@ from unimem.system import policy
 from unimem.weights.opened import open_weights
 from unimem.weights.whole_hash import whole_hash
 
-__all__ = ["files_hash"]
-
 
 def files_hash(path: Path, engine: str) -> str | None:
     """Hash all bytes of a model's weights and its configurations.

@@ -15,8 +15,6 @@ from unimem.weights.files import reopen
 from unimem.weights.residency import drop, measure_residency
 from unimem.weights.tensors import Contents
 
-__all__ = ["ask_for_huge_pages", "read_anew"]
-
 _LEAST_BYTES = 64 << 20  # a smaller model gains less than reading it costs
 _ENOUGH = 0.5  # of a model in huge pages
 _PIECE_BYTES = 64 << 20

@@ -24,7 +24,7 @@ from unimem.base.kernel_files import read_text
 from unimem.base.text import format_bytes
 from unimem.errors import ClosedError, PlacementError
 from unimem.remote.arrivals import Arrivals
-from unimem.remote.client import shown
+from unimem.remote.client import is_url, shown
 from unimem.system import limits, policy
 from unimem.system.placement import PlacementOptions
 from unimem.system.pressure import Pressure, memory_pressure, why_exposed
@@ -37,36 +37,8 @@ from unimem.weights.node_copies import (
     nodes_for_copies,
     without_lone_mirror,
 )
-from unimem.weights.remote_files import RemoteFiles, is_url
+from unimem.weights.remote_files import RemoteFiles
 from unimem.weights.stream.stream import Stream
-
-__all__ = [
-    "ALIGN",
-    "EngineLoad",
-    "FileSlot",
-    "Lifetime",
-    "Load",
-    "LoadChoice",
-    "LoadMemory",
-    "LoadRequest",
-    "Loaded",
-    "NoDirectReadsError",
-    "Progress",
-    "RoomFacts",
-    "cached_bytes",
-    "check_load",
-    "check_tape",
-    "choose",
-    "copy_bytes",
-    "load_model",
-    "read_direct",
-    "read_model",
-    "rows_of_block",
-    "take_room",
-    "unloaded_memory",
-    "way_of",
-    "why_model_exposed",
-]
 
 Load = Literal["auto", "map", "copy", "direct", "stream"]
 EngineLoad = Literal["auto", "map", "copy", "direct", "stream", "repack"]

@@ -9,8 +9,6 @@ from typing import TypeVar
 
 import numpy as np
 
-__all__ = ["ByName"]
-
 _T = TypeVar("_T")
 
 

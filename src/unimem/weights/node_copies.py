@@ -19,16 +19,6 @@ from unimem.system.limits import Node
 from unimem.system.placement import PlacementOptions
 from unimem.system.policy import NumaPolicy
 
-__all__ = [
-    "Copies",
-    "choose_copies",
-    "copy_from",
-    "find_nearest",
-    "is_mirrored",
-    "nodes_for_copies",
-    "without_lone_mirror",
-]
-
 _CHUNK_BYTES = 16 << 20  # copied between two checks for a stop
 
 

@@ -36,15 +36,6 @@ from unimem.weights.stream.stream import Stream
 from unimem.weights.streamed import load_streamed
 from unimem.weights.tensors import Contents, ModelPart, StreamedTensor, Tensor
 
-__all__ = [
-    "Weights",
-    "WeightsCopy",
-    "lock_what_is_mapped",
-    "open_planned",
-    "open_weights",
-    "warm_where_it_fits",
-]
-
 
 class WeightsCopy(Contents):
     """The copy of a mirrored model on one NUMA node, from `Weights.copies`.

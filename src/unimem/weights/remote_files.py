@@ -42,8 +42,6 @@ from unimem.weights.files import (
     read_header,
 )
 
-__all__ = ["RemoteFiles", "is_url", "open_files", "open_remote"]
-
 _HTML = re.compile(rb"\s*<(?:!doctype|html|\?xml)", re.IGNORECASE)
 _INSTEAD = "download the file, and give its path"
 

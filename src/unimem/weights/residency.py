@@ -29,24 +29,6 @@ from unimem.weights.files import Version, identity_of, reopen
 from unimem.weights.loading import Progress
 from unimem.weights.tensors import Contents, ModelPart
 
-__all__ = [
-    "Dropper",
-    "Residency",
-    "drop",
-    "drop_beside",
-    "drop_files",
-    "evict",
-    "gaps_in_cache",
-    "is_mapped_elsewhere",
-    "lock",
-    "map_resident",
-    "measure_residency",
-    "require_room",
-    "runs_beside",
-    "warm",
-    "write_back",
-]
-
 # The flags of um_block_pages, in the order of the fields of Residency.
 _FLAGS = {"resident": 1, "mapped": 2, "huge": 4, "locked": 8, "unknown": 16}
 _PAGE = mmap.PAGESIZE

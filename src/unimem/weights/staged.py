@@ -24,16 +24,6 @@ from unimem.system.placement import Placement
 from unimem.system.process import identity
 from unimem.weights.files import Version, identity_of, version_of
 
-__all__ = [
-    "Held",
-    "cannot_see",
-    "held_from_note",
-    "holders",
-    "holders_of",
-    "proc_folder",
-    "read_note",
-]
-
 SCHEMA = "unimem.stage/1"
 NOTE = "unimem-stage"  # the name of a note's memfd
 PROCESS_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC

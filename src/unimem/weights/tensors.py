@@ -23,8 +23,6 @@ from unimem.weights.names import ByName
 from unimem.weights.stream.piece_table import TensorPlace
 from unimem.weights.stream.stream import Stream
 
-__all__ = ["Contents", "ModelPart", "StreamedTensor", "Tensor", "headers_of"]
-
 # The dtypes that NumPy or ml_dtypes has, by the type's name; other types are blocks of bytes.
 _DTYPES = dict(
     pair.split("=")

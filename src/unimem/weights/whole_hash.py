@@ -28,8 +28,6 @@ from unimem.weights.loading import Progress
 from unimem.weights.opened import Weights
 from unimem.weights.tensors import Contents
 
-__all__ = ["is_hash_known", "whole_hash"]
-
 _HASH = re.compile(r"[0-9a-f]{32}")
 _NAME = re.compile(r"[0-9a-f]{64}\.hash")
 _MOST_FILES = 1024

@@ -12,7 +12,8 @@ from support.models.chats import CHATML, LLAMA3, MISTRAL, TALK
 from support.models.tokenizer_models import Vocab, bpe_vocab, spm_vocab
 from unimem.engine.text import chat as chat_module
 from unimem.engine.text import chat_template
-from unimem.engine.text.chat import ChatTemplateError, chat_prompt, render_chat
+from unimem.engine.text.chat import chat_prompt, render_chat
+from unimem.engine.text.chat_template import ChatTemplateError
 from unimem.engine.text.tokenizer import Tokenizer
 
 

@@ -25,8 +25,6 @@ if find_spec("jinja2") is None:
 
 from unimem.engine.text.chat_template import ChatTemplateError
 
-__all__ = ["ChatTemplateError", "chat_prompt", "render_chat"]
-
 _TEMPLATE_KEY = "tokenizer.chat_template"
 _CHILD = os.path.join(os.path.dirname(__file__), "chat_template.py")
 # Far above the needs of real templates. Python and Jinja alone take 30 MiB and 0.15 s.

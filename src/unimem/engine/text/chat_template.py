@@ -21,8 +21,6 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-__all__ = ["ChatTemplateError", "main", "render"]
-
 # Far above the needs of real templates, which have up to 30 kB.
 _MAX_TEMPLATE_CHARS = 1 << 20
 _MAX_OUTPUT_CHARS = 1 << 24

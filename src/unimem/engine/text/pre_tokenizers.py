@@ -17,8 +17,6 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["PRE_TOKENIZERS", "PreTokenizer", "unsupported_tokenizer"]
-
 
 class PreTokenizer(NamedTuple):
     """The way from text to words, within which pairs are merged."""

@@ -34,8 +34,6 @@ try:
 except ImportError as error:
     raise ImportError(f"unimem.engine needs {error.name}: {install_hint('run')}") from error
 
-__all__ = ["TokenStream", "Tokenizer", "UnsupportedTokenizer"]
-
 # Token types of the GGUF specification (`tokenizer.ggml.token_type`). Tokens of other types
 # (undefined 0, unused 5) are never shown, as in llama.cpp.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6

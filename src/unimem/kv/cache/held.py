@@ -7,8 +7,6 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["call", "figure"]
-
 
 def figure(member: Any, doc: str | None = None) -> property:
     """Return a property that reads a member of the body.

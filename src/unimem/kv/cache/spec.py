@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 from unimem.kv.layer_specs import Layer
 from unimem.system.placement import PlacementOptions
 
-__all__ = ["KVSpec", "LayersSpec", "signature", "spec_of"]
-
 _PLACEMENT = tuple(PlacementOptions.__annotations__)
 _DIMS = "n_layers n_kv_heads head_dim max_seq_len".split()
 

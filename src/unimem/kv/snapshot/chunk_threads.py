@@ -17,8 +17,6 @@ from unimem.errors import SnapshotError
 from unimem.kv.snapshot.format_rows import DAMAGED, Chunk, Section
 from unimem.kv.snapshot.source import RemoteSnapshot, SnapshotBytes
 
-__all__ = ["again", "check_data", "for_each_chunk", "read_rows", "staging"]
-
 # One thread hashes while others write; more keep no disk busier.
 _THREADS = 4
 

@@ -23,22 +23,9 @@ from unimem.kv.snapshot.format_rows import (
     Order,
     Section,
     Snapshot,
-    round_up,
 )
 from unimem.kv.snapshot.format_states import StatesSnapshot
-from unimem.kv.types import kv_name
-
-__all__ = [
-    "HEADER",
-    "Head",
-    "LayersSnapshot",
-    "checked_head",
-    "checked_header",
-    "checked_layers",
-    "encode",
-    "first_offset",
-    "is_head",
-]
+from unimem.kv.types import kv_name, round_up
 
 # Version 1 has the layout of `format_rows`.
 VERSION, VERSION_OF_STATES = 2, 3

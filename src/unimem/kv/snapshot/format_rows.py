@@ -18,20 +18,6 @@ from unimem.base.text import format_bytes, format_count
 from unimem.errors import SnapshotError
 from unimem.kv.types import KV_TYPES, DType, block_values, round_up, row_bytes_of
 
-__all__ = [
-    "Chunk",
-    "Lane",
-    "Section",
-    "Snapshot",
-    "check_model",
-    "checked_header",
-    "checked_tables",
-    "ids_and_model",
-    "new",
-    "round_up",
-    "row_bytes_of",
-]
-
 Order: TypeAlias = Literal["token", "head"]
 
 MAGIC = b"UNIMEMKV"

@@ -30,11 +30,8 @@ from unimem.kv.snapshot.format_rows import (
     check_storage,
     ids_and_model,
     n_ids,
-    round_up,
-    row_bytes_of,
 )
-
-__all__ = ["HEADER", "StatesSnapshot", "checked_header", "checked_tables", "new"]
+from unimem.kv.types import round_up, row_bytes_of
 
 MAGIC = b"UNIMEMST"
 _STATE_ALIGN = 64

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from unimem.kv.layer_specs import Layer
 from unimem.kv.states import LayerStates
 
-__all__ = ["AnyCache", "Cache", "CacheOfLayers", "HeldCache", "HostCache", "body_of"]
-
 
 class _Body(Protocol):
     """A cache of any layers."""

@@ -29,8 +29,6 @@ from unimem.kv.states import LayerStates
 from unimem.kv.token_ids import Tokens, token_ids
 from unimem.system.placement import PlacementOptions
 
-__all__ = ["OpenSnapshot", "check", "describe", "opened", "read_into", "restore", "verify"]
-
 _HostCacheT = TypeVar("_HostCacheT", bound=HostCache)
 
 # What a cache and a snapshot that is read into it have in common.

@@ -17,8 +17,6 @@ from unimem.errors import SnapshotError
 from unimem.remote.client import Server, is_url, open_server
 from unimem.remote.transfers import Version, read_range, retried
 
-__all__ = ["LocalSnapshot", "RemoteSnapshot", "SnapshotBytes", "open_source"]
-
 
 class SnapshotBytes(Protocol):
     """The bytes of a snapshot. Any number of threads may read.

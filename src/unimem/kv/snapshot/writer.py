@@ -22,8 +22,6 @@ from unimem.kv.states import LayerStates
 from unimem.kv.token_ids import Tokens, token_ids
 from unimem.remote.client import is_url, open_server
 
-__all__ = ["DIMS", "model_name", "save", "save_layers"]
-
 # What is written at once: more makes no disk faster.
 _CHUNK_BYTES = 8 << 20
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from unimem._core.hashing import copy_hashed
 from unimem.base.binary_header import BinaryHeader
-from unimem.kv.snapshot.format_rows import round_up, row_bytes_of
+from unimem.kv.types import round_up, row_bytes_of
 
 __all__ = [
     "ChunkShape",

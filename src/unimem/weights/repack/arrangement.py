@@ -11,8 +11,6 @@ from unimem.weights.tensors import Contents, Tensor
 if TYPE_CHECKING:
     from unimem.backends.ggml_orders import Buffer, Order
 
-__all__ = ["Arrangement", "Slot", "arrange", "new_buffers"]
-
 _ALIGN = 64  # of each tensor: it suits every type of buffer, and a line of the CPU's caches
 _EXPERTS = "_exps."  # in the names of 3-d tensors whose matrices are chosen by token
 EMBEDDING = "token_embd.weight"

@@ -28,8 +28,6 @@ from unimem.weights.loading import Progress
 from unimem.weights.repack.arrangement import Arrangement
 from unimem.weights.repack.image_format import ALIGN, HEADER, ImageHeader, ImageTensor, pack, parse
 
-__all__ = ["IMAGE_NAME", "Image", "is_for", "pack_image", "read_image_header", "write_image"]
-
 IMAGE_NAME = "repacked.unimem"
 """The name of a staged image, which lies beside links to the files of its model."""
 

@@ -34,8 +34,6 @@ from unimem.weights.repack.image import Image, is_for, pack_image
 from unimem.weights.repack.image_format import image_bytes, key_of
 from unimem.weights.tensors import Contents
 
-__all__ = ["CacheChoice", "CachedImage", "ImageCache", "check_cache", "choose_cache"]
-
 CacheChoice = bool | str | os.PathLike[str] | None
 
 _SUFFIX = ".repacked"

@@ -16,18 +16,6 @@ import xxhash
 from unimem.base.binary_header import BinaryHeader
 from unimem.errors import FormatError
 
-__all__ = [
-    "ALIGN",
-    "HEADER",
-    "ImageHeader",
-    "ImageTensor",
-    "image_bytes",
-    "is_image",
-    "key_of",
-    "pack",
-    "parse",
-]
-
 ALIGN = 4096
 """Of the data and of the file's end, for mappings and for reads past the page cache."""
 _MOST_TABLE_BYTES = 64 << 20

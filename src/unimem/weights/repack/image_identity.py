@@ -19,8 +19,6 @@ import xxhash
 from unimem.weights.repack.arrangement import Arrangement
 from unimem.weights.tensors import Contents
 
-__all__ = ["identify"]
-
 _ALIGN = 4096
 _WIDTH, _ROWS = 512, 64  # of a pattern: multiples of what any order interleaves
 

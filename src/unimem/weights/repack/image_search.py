@@ -22,8 +22,6 @@ from unimem.weights.repack.image_writer import Keeping
 from unimem.weights.staged import holders
 from unimem.weights.tensors import Contents
 
-__all__ = ["Images", "is_mapped", "look"]
-
 
 class Images:
     """The places where the image of one model may be, and where it is kept. For one thread.

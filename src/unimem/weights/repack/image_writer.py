@@ -10,8 +10,6 @@ from contextlib import ExitStack, suppress
 
 from unimem.base.threads import wait_until
 
-__all__ = ["Keeping"]
-
 _NICE = 10  # computing goes first, and the image is still written soon
 _running: set[Keeping] = set()
 

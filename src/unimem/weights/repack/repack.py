@@ -47,16 +47,6 @@ from unimem.weights.residency import (
 )
 from unimem.weights.tensors import Contents
 
-__all__ = [
-    "STAGING_SHARE",
-    "repack",
-    "repack_and_warm",
-    "repack_into",
-    "staging_bytes",
-    "warm_rest",
-    "why_nothing",
-]
-
 STAGING_SHARE = 100
 """Memory for pieces before they are repacked: a hundredth of the model, if pieces allow it."""
 

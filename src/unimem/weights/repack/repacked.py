@@ -18,8 +18,6 @@ from unimem.weights.repack.image_writer import Keeping
 if TYPE_CHECKING:
     from unimem.backends.ggml_orders import Buffer
 
-__all__ = ["Repacked", "RepackedTensor"]
-
 _PADDING = "weights:padding"
 
 
