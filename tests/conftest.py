@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
@@ -17,12 +18,15 @@ import hypothesis
 import pytest
 
 from support.kernel import known_state
-from support.kernel.huge_pages import sharing_the_pool
+from support.kernel.cgroups import cgroup_1gb, cgroup_512mb
+from support.kernel.huge_pages import eight_huge_pages, no_huge_pages, sharing_the_pool
 from support.project import in_threads, peaks, tiers
 from support.project.checkout import ROOT
 from unimem._core.status import device_ledger, ledger
 from unimem.accounting import published
 from unimem.system import limits
+
+__all__ = ["cgroup_1gb", "cgroup_512mb", "eight_huge_pages", "no_huge_pages"]  # fixtures
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -217,6 +221,14 @@ def gives_memory_back() -> Iterator[None]:
         gc.collect()  # slower than most tests
     # There may be less than before, if an earlier test had left garbage.
     assert {key: row for key, row in mapped().items() if row > before.get(key, (0, 0))} == {}
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that every user may read, unlike those of pytest."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        yield Path(name)
 
 
 @pytest.fixture

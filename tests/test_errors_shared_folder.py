@@ -16,14 +16,14 @@ import pytest
 
 import unimem as um
 from support.files.prefix_stores import MODEL, TOKENS, bytes_of, cache, opened
-from support.files.weight_bytes import MIB, open_folder, write
+from support.files.weight_bytes import MIB, write
 from support.models.image_fixtures import cache as images
 from support.models.image_fixtures import model
 from support.models.image_models import expected_bytes, repacked_bytes
 from support.processes.forks import in_child
 from unimem.weights.repack.image_cache import ImageCache
 
-__all__ = ["images", "model", "open_folder"]  # fixtures
+__all__ = ["images", "model"]  # fixtures
 
 FAULTS = [
     *((fcntl, "flock", number) for number in (errno.ENOTSUP, errno.ENOLCK, errno.EBADF)),

@@ -22,7 +22,6 @@ import unimem as um
 from support.files import gguf_files as gf
 from support.gpu.devices import Device
 from support.kernel import proc_maps
-from support.kernel.huge_pages import eight_huge_pages  # noqa: F401 - a fixture
 from support.processes.forks import counts_faults
 from unimem._core import tmpfs
 from unimem._core.status import counters, ledger

@@ -17,13 +17,10 @@ import pytest
 import unimem as um
 from conftest import Run
 from support.kernel import proc_maps
-from support.kernel.huge_pages import no_huge_pages
 from support.processes.at_once import at_once
 from support.processes.child_checks import CHECKS
 from support.processes.forks import counts_faults, in_child
 from unimem._core.status import counters, ledger
-
-__all__ = ["no_huge_pages"]
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 

@@ -11,13 +11,10 @@ from collections.abc import Iterator
 import pytest
 
 import unimem as um
-from support.kernel.cgroups import SmallCgroup, cgroup_512mb, hugetlb_cgroup
-from support.kernel.huge_pages import eight_huge_pages, no_huge_pages
+from support.kernel.cgroups import SmallCgroup, hugetlb_cgroup
 from support.processes.child_checks import CHECKS
 from support.processes.forks import SANITIZED
 from support.project.tiers import slow_after
-
-__all__ = ["cgroup_512mb", "eight_huge_pages", "no_huge_pages"]
 
 BEGIN = (
     CHECKS

@@ -12,13 +12,11 @@ import pytest
 
 import unimem as um
 from support.kernel import proc_maps
-from support.kernel.huge_pages import count, eight_huge_pages
+from support.kernel.huge_pages import count
 from support.kernel.os_faults import os_faults
 from support.processes.forks import in_child, refuses
 from unimem._core.status import ledger
 from unimem.system import limits
-
-__all__ = ["eight_huge_pages"]
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 

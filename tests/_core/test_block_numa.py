@@ -10,12 +10,9 @@ import pytest
 import unimem as um
 from conftest import Run
 from support.kernel import proc_maps
-from support.kernel.huge_pages import eight_huge_pages
 from support.kernel.seccomp import FORBID, NO_SECCOMP
 from support.processes.child_checks import CHECKS
 from unimem.system import limits
-
-__all__ = ["eight_huge_pages"]
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 

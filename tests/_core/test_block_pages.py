@@ -17,19 +17,10 @@ import pytest
 import unimem as um
 from conftest import Run
 from support.kernel import proc_maps
-from support.kernel.huge_pages import (
-    PAGE_BYTES,
-    POOL,
-    count,
-    eight_huge_pages,
-    no_huge_pages,
-    reserved,
-)
+from support.kernel.huge_pages import PAGE_BYTES, POOL, count, reserved
 from support.processes.child_checks import CHECKS
 from support.project import tiers
 from support.project.tiers import slow_after
-
-__all__ = ["eight_huge_pages", "no_huge_pages"]
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 

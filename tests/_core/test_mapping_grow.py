@@ -14,10 +14,8 @@ import pytest
 
 import unimem as um
 from support.kernel import proc_maps
-from support.kernel.huge_pages import count, eight_huge_pages
+from support.kernel.huge_pages import count
 from unimem._core.status import ledger
-
-__all__ = ["eight_huge_pages"]
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 

@@ -22,7 +22,6 @@ import pytest
 import unimem as um
 from support.files import gguf_files as g
 from support.files import safetensors_files as st
-from support.kernel.huge_pages import eight_huge_pages  # noqa: F401 - a fixture
 from support.kernel.proc_maps import PAGE
 from support.models.make import TINY, write_model
 from support.processes.forks import fork

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 import unimem as um
-from support.kernel.huge_pages import eight_huge_pages  # noqa: F401 -- a fixture
 from support.kernel.proc_maps import huge_page_bytes
 from support.processes.running import running
 from support.project import tiers

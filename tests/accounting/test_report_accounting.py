@@ -13,7 +13,6 @@ import pytest
 import unimem as um
 from support.files import gguf_files as gf
 from support.kernel import proc_maps
-from support.kernel.huge_pages import eight_huge_pages, no_huge_pages  # noqa: F401 - fixtures
 from support.kernel.proc_maps import PAGE
 from support.project.tiers import slow_after
 

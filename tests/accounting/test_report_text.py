@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import unimem as um
-from support.kernel.huge_pages import eight_huge_pages  # noqa: F401 -- a fixture
 from support.project.documents import check_json
 from unimem.accounting.report import Report, Row
 from unimem.accounting.report_text import report_lines

@@ -1,7 +1,5 @@
 """`unimem exec`: placed allocations, reports, refusals and exit codes."""
 
-# ruff: noqa: F811 - fixtures that are imported, and asked for by their names
-
 from __future__ import annotations
 
 import ast
@@ -30,7 +28,6 @@ pytest.importorskip("typer", reason="the command line needs typer: pip install '
 import unimem as um
 import unimem_exec as launch
 from support.files import gguf_files as gf
-from support.kernel.huge_pages import eight_huge_pages, no_huge_pages  # noqa: F401 -- fixtures
 from support.models.llama_cpp import llama_library
 from support.project.building import run, tool
 from support.project.checkout import ROOT

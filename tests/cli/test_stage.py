@@ -35,7 +35,6 @@ from support.project.tiers import slow_after
 
 pytest.importorskip("typer", reason="the command line needs typer: pip install '.[run]'")
 
-from support.kernel.huge_pages import eight_huge_pages  # noqa: F401 -- a fixture
 from support.models import llama_cpp
 from support.processes.staged_models import (
     MIB,

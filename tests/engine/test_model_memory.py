@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 import unimem as um
 from support.files import gguf_files as gf
-from support.kernel.huge_pages import eight_huge_pages  # noqa: F401 - a fixture
 from support.models import decoders, llama_cpp
 from support.models.decoders import sizes, tokens
 from support.models.make import SMALL, write_model

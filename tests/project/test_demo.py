@@ -19,7 +19,6 @@ import pytest
 
 import unimem as um
 from support.files import gguf_files
-from support.kernel.huge_pages import eight_huge_pages  # noqa: F401 -- a fixture
 from support.kernel.proc_maps import huge_page_bytes
 from support.models.llama_cpp import llama_library
 from support.models.make import small, write_model

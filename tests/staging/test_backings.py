@@ -15,8 +15,6 @@ import pytest
 import unimem as um
 from conftest import Run
 from support.kernel import taken_names
-from support.kernel.cgroups import SmallCgroup, cgroup_512mb  # noqa: F401 - a fixture
-from support.kernel.huge_pages import eight_huge_pages, no_huge_pages  # noqa: F401 - fixtures
 from support.processes.staged_models import read_elsewhere
 from unimem.base.descriptors import Descriptors
 from unimem.kv.store import ram_tier

@@ -12,12 +12,8 @@ from typing import Any
 import pytest
 
 import unimem as um
-from support.kernel.cgroups import SmallCgroup, cgroup_512mb  # noqa: F401 - a fixture
-from support.kernel.huge_pages import no_huge_pages
 from support.processes.staged_models import read_elsewhere
 from unimem.errors import PlacementError
-
-__all__ = ["no_huge_pages"]  # a fixture
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_nothing")
 

@@ -17,15 +17,8 @@ import pytest
 
 import unimem as um
 from conftest import Run
-from support.files.weight_bytes import (
-    cached_bytes,
-    drop_from_cache,
-    locked_bytes,
-    open_folder,
-    write_hole,
-)
-from support.kernel.cgroups import SmallCgroup, cgroup_512mb
-from support.kernel.huge_pages import eight_huge_pages, no_huge_pages
+from support.files.weight_bytes import cached_bytes, drop_from_cache, locked_bytes, write_hole
+from support.kernel.cgroups import SmallCgroup
 from support.kernel.proc_maps import huge_page_bytes
 from support.models import llama_cpp
 from support.processes.forks import in_child
@@ -42,8 +35,6 @@ from unimem.errors import PlacementError
 from unimem.staging import backings
 from unimem.staging.backings import BACKINGS
 from unimem.system import limits
-
-__all__ = ["cgroup_512mb", "eight_huge_pages", "no_huge_pages", "open_folder"]  # fixtures
 
 PLAIN = [backing for backing in BACKINGS if backing != "hugetlb"]
 

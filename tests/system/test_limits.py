@@ -14,11 +14,9 @@ from types import SimpleNamespace
 import pytest
 
 from support.kernel.cgroup_tree import MEMINFO, Write, memory, names
-from support.kernel.cgroups import LIMIT_BYTES, SmallCgroup, cgroup_512mb
+from support.kernel.cgroups import LIMIT_BYTES, SmallCgroup
 from unimem.errors import CapacityError
 from unimem.system import limits
-
-__all__ = ["cgroup_512mb"]  # fixtures
 
 MIB = 1 << 20
 

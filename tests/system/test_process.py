@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from conftest import Run
-from support.kernel.huge_pages import PAGE_BYTES, eight_huge_pages  # noqa: F401 - a fixture
+from support.kernel.huge_pages import PAGE_BYTES
 from support.kernel.proc_maps import PAGE, hugetlb_bytes, mappings
 from unimem.base import kernel_files
 from unimem.system import limits, process

@@ -10,7 +10,7 @@ import pytest
 
 import unimem as um
 from support.files.weight_bytes import MIB, write_hole
-from support.kernel.cgroups import SmallCgroup, cgroup_512mb
+from support.kernel.cgroups import SmallCgroup
 from unimem.engine import Decoder
 from unimem.planning import repack_gain as planned
 from unimem.system import limits, pressure
@@ -18,8 +18,6 @@ from unimem.system.limits import HugePool, Limit, Node
 from unimem.system.pressure import Pressure, why_exposed
 from unimem.weights import loading
 from unimem.weights.files import open_model
-
-__all__ = ["cgroup_512mb"]  # a fixture
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 

@@ -24,15 +24,12 @@ import unimem as um
 from conftest import Run
 from support.files import gguf_files as gf
 from support.files.weight_bytes import MIB, drop_from_cache, locked_bytes, write
-from support.kernel.huge_pages import eight_huge_pages
 from support.kernel.memlock import DROP_LOCK
 from support.project.checkout import ROOT
 from unimem.system import limits
 from unimem.weights import residency
 from unimem.weights.opened import Weights
 from unimem.weights.residency import Residency
-
-__all__ = ["eight_huge_pages"]  # a fixture
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 

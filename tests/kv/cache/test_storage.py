@@ -16,13 +16,10 @@ from support.contracts import kv_caches
 from support.contracts.kv_caches import KINDS
 from support.contracts.kv_model import KV_DTYPES, Talk
 from support.kernel import proc_maps
-from support.kernel.huge_pages import eight_huge_pages
 from support.processes.forks import counts_faults, in_child
 from support.processes.warm_python import run_script
 from support.project.tiers import slow_after
 from unimem._core.status import counters
-
-__all__ = ["eight_huge_pages"]
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 

@@ -14,13 +14,11 @@ import unimem as um
 from support.contracts.kv_caches import ONE_MORE, each_call_fails, meanwhile
 from support.contracts.kv_model import KV_DTYPES, Talk
 from support.kernel import proc_maps
-from support.kernel.cgroups import SmallCgroup, cgroup_512mb
+from support.kernel.cgroups import SmallCgroup
 from support.kernel.os_faults import os_faults
 from unimem._core.status import counters, ledger
 from unimem.base.threads import wait_until
 from unimem.system import limits
-
-__all__ = ["cgroup_512mb"]
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 

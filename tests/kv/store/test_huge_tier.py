@@ -15,12 +15,12 @@ import pytest
 
 import unimem as um
 from support.files.prefix_stores import bytes_of, large_cache, shm
-from support.kernel.huge_pages import PAGE_BYTES, count, eight_huge_pages, no_huge_pages
+from support.kernel.huge_pages import PAGE_BYTES, count
 from unimem.kv.store import huge_tier
 from unimem.kv.store.store import KVStore
 from unimem.system import limits
 
-__all__ = ["eight_huge_pages", "no_huge_pages", "shm"]  # fixtures
+__all__ = ["shm"]  # a fixture
 
 MODEL, CHUNK = "tiny", 512
 # A chunk of 4 MiB with its header takes three huge pages.

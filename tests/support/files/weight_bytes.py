@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import tempfile
 import time
 from collections.abc import Iterator
 from functools import cache
@@ -80,14 +79,6 @@ def n_descriptors() -> int:
 def locked_bytes() -> int:
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmLck:")[1].split()[0]) << 10
-
-
-@pytest.fixture
-def open_folder() -> Iterator[Path]:
-    """A folder that every user may read, unlike those of pytest."""
-    with tempfile.TemporaryDirectory() as name:
-        os.chmod(name, 0o755)
-        yield Path(name)
 
 
 @pytest.fixture

@@ -97,13 +97,13 @@ def _is_empty(folder: Path) -> bool:
 
 @pytest.fixture
 def cgroup_512mb() -> Iterator[SmallCgroup]:
-    """Import this into a test module to use it: `cgroup_512mb.run(script)`."""
+    """Make a cgroup to run scripts in: `cgroup_512mb.run(script)`."""
     with small_cgroup() as cgroup:
         yield cgroup
 
 
 @pytest.fixture
 def cgroup_1gb() -> Iterator[SmallCgroup]:
-    """Import this into a test module to use it: `cgroup_1gb.run(script)`."""
+    """Make one of a GiB."""
     with small_cgroup(1 << 30) as cgroup:
         yield cgroup

@@ -108,13 +108,13 @@ def _n_mapped() -> int:
 
 @pytest.fixture
 def eight_huge_pages() -> Iterator[None]:
-    """Import this into a test module to use it."""
+    """Reserve eight huge pages."""
     with reserved(8):
         yield
 
 
 @pytest.fixture
 def no_huge_pages() -> Iterator[None]:
-    """Import this into a test module whose tests reckon with an empty pool."""
+    """Leave no huge page free."""
     with all_held():
         yield

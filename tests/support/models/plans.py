@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 import unimem as um
-from support.kernel.cgroups import SmallCgroup, cgroup_1gb, small_cgroup  # noqa: F401 - a fixture
 from support.project.checkout import ROOT
 from unimem.planning.result import is_as_asked
 from unimem.system import limits

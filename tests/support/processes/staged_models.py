@@ -19,8 +19,6 @@ import pytest
 import unimem as um
 from support.files import gguf_files as gf
 from support.files.weight_bytes import write
-from support.kernel.cgroups import SmallCgroup, cgroup_512mb  # noqa: F401 - a fixture
-from support.kernel.huge_pages import eight_huge_pages, no_huge_pages  # noqa: F401 - fixtures
 from unimem._core import tmpfs
 from unimem.errors import PlacementError
 
