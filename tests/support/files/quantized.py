@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["quantize"]
-
 
 def quantize(values: NDArray[np.float32], kind: int) -> NDArray[np.uint8]:
     """Quantize rows to a type of this number; returns the bytes of each row."""

@@ -11,8 +11,6 @@ import torch
 from support.models import architectures
 from unimem.transformers import KVCache
 
-__all__ = ["ATTENTIONS", "NAMES", "WAYS", "Cell", "cells"]
-
 NAMES = """
     afmoe apertus arcee bamba bart biogpt bitnet bloom codegen cohere cohere2 deepseek_v2
     deepseek_v3 deepseek_v32 deepseek_v4 diffllama dots1 ernie4_5 ernie4_5_moe exaone4 falcon

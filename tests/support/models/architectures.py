@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaModel
 
-__all__ = ["CACHE", "CHANGES", "VOCAB", "WINDOW", "cache_name", "ids", "model"]
-
 # Threads cost these models far more than they save.
 torch.set_num_threads(1)
 

@@ -10,8 +10,6 @@ from typing import Any
 from support.project.checkout import ROOT
 from support.project.tools import load_tool
 
-__all__ = ["RECORD", "write"]
-
 RECORD: dict[str, Any] = json.loads(
     (ROOT / "tests/planning/data/llama_cpp_caches.json").read_text()
 )

@@ -16,8 +16,6 @@ import threading
 from functools import cache
 from pathlib import Path
 
-__all__ = ["run_script", "start"]
-
 _HOST = """
 import gc, json, os, sys, warnings
 import numpy, unimem

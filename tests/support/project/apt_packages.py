@@ -13,8 +13,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["Packages", "UnavailableError", "apt", "install", "update_lists"]
-
 
 class UnavailableError(Exception):
     """What is needed cannot be had here; the text says what to do."""

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
-__all__ = ["why_in_one_thread"]
-
 # Fixtures that threads may share: each thread has its own `tmp_path`, some are functions, and some
 # only compare the state before and after a test.
 SHARED = set(

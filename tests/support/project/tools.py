@@ -8,8 +8,6 @@ from types import ModuleType
 
 from support.project.checkout import ROOT
 
-__all__ = ["load_tool"]
-
 FOLDER = ROOT / "tools"
 
 

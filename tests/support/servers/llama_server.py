@@ -21,8 +21,6 @@ from support.servers.listener import listening
 from unimem.llama_cpp.slot_file import read_slot_file, write_slot_file
 from unimem.llama_cpp.state import CellRows, LlamaKV, Part, Recurrent, StateLane
 
-__all__ = ["FakeLlama", "answer_to", "fake_llama"]
-
 Rows = list[bytes]
 
 

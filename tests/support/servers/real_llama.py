@@ -10,8 +10,6 @@ import pytest
 
 from support.project.checkout import ROOT
 
-__all__ = ["python_with"]
-
 
 def python_with(module: str) -> str:
     """Return a Python that has a module; skip without one."""
