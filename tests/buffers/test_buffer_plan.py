@@ -165,13 +165,9 @@ def test_plans_are_immutable_and_can_be_sent() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"name": 3}, "name: expected a string, got 3"),
         ({"nbytes": -1}, "nbytes of 'a': expected at least 0, got -1"),
-        *(({"nbytes": n}, f"nbytes of 'a': expected an integer, got {n!r}") for n in (1.0, True)),
+        ({"nbytes": True}, "nbytes of 'a': expected an integer, got True"),
         ({"nbytes": np.True_}, "nbytes of 'a': expected an integer, got"),
-        ({"first": -1}, "first of 'a': expected at least 0, got -1"),
-        ({"first": None}, "first of 'a': expected an integer, got None"),
-        ({"last": "2"}, "last of 'a': expected an integer, got '2'"),
         ({"first": 3}, r"last of 'a': expected at least 3 \(its first use\), got 2"),
     ],
 )
@@ -180,7 +176,7 @@ def test_wrong_uses(changed: dict[str, Any], message: str) -> None:
         replace(use("a", 1, 1, 2), **changed)
 
 
-@pytest.mark.parametrize("align", [0, -64, 3, 63, 1.0, "64", True, None])
+@pytest.mark.parametrize("align", [0, 3, 63, True])
 def test_wrong_alignment(align: Any) -> None:
     with pytest.raises(ValueError, match=f"align: expected a power of two, got {align!r}"):
         um.BufferPlan([use("a", 1)], align)

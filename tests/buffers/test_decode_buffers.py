@@ -188,14 +188,7 @@ def test_other_dtypes(dtype: Any) -> None:
             call(DIMS, dtype=dtype)
 
 
-def test_what_is_no_argument() -> None:
-    dims: Any = 64
-    for call in (um.DecodeBuffers, um.DecodeBuffers.bytes_needed):
-        with pytest.raises(TypeError, match="expected ModelDims, got int"):
-            call(dims)
-    tape: Any = 1 << 20
-    with pytest.raises(TypeError, match=r"^tape: expected a unimem\.Tape, got int$"):
-        um.DecodeBuffers(DIMS, tape=tape)
+def test_memory_of_a_tape_is_placed_already() -> None:
     with um.Tape(1 << 20) as tape:
         with pytest.raises(ValueError, match="pages not accepted beside tape="):
             um.DecodeBuffers(DIMS, tape=tape, pages="4k")

@@ -365,10 +365,6 @@ def test_bad_files_are_never_staged(tmp_path: Path, split: list[Path]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backing": "disk"}, "backing: expected"),
-        ({"pages": "8k"}, "pages: expected"),
-        ({"numa": "everywhere"}, "numa: expected"),
-        ({"lock": "maybe"}, "lock: expected"),
         ({"backing": "shm", "pages": "2m"}, "come from a pool"),
         ({"backing": "hugetlb", "pages": "4k"}, "come from no pool"),
     ],

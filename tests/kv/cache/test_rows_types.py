@@ -434,19 +434,6 @@ def test_types_that_do_not_fit_are_named(
             um.PagedKVCache(*dims[:3], n_blocks=2, **options)
 
 
-def test_layers_that_do_not_fit_are_named() -> None:
-    for make, said in (
-        (lambda: um.LayerState((3,), "f32,f16"), r"dtype: expected one of f32, .*got 'f32,f16'"),
-        (
-            lambda: um.LayerKV(HEADS, DIM, dtype="q8_0,q3"),
-            r"dtype: expected one of f32, .*got 'q3'",
-        ),
-        (lambda: um.LayerKV(2, 64, -1), "v_head_dim"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            make()
-
-
 @pytest.mark.parametrize(
     ("sides", "other", "said"),
     [
