@@ -49,16 +49,8 @@ def attribute(
     Each area that holds or can hold something belongs to the entry at its addresses, or is a
     mapping of its own. Its memory goes to the parts in it: by their sizes if all or none of it is
     in RAM, or else by the pages of each, from pagemap. Hence the sum of each field of a `Placement`
-    over the rows, or over the mappings, is the sum over the areas, to the byte.
-
-    Parameters
-    ----------
-    process : Process
-        The areas.
-    entries : sequence of Entry, optional
-        Memory of unimem in that process.
-    models : iterable of MappedModel, optional
-        Model files that it maps. Memory in an entry belongs to the entry.
+    over the rows, or over the mappings, is the sum over the areas, to the byte. Memory of a model
+    in an entry belongs to the entry.
 
     Returns
     -------

@@ -57,14 +57,7 @@ class PlacedTable(NamedTuple):
 
 
 def read_table(fd: int, head: bytes) -> PlacedTable | None:
-    """Read the table; None while it is being written.
-
-    Parameters
-    ----------
-    fd : int
-        The memory, open for reading.
-    head : bytes
-        Its beginning, at least 8192 bytes.
+    """Read the table, whose first 8192 bytes or more are `head`; None while it is being written.
 
     Raises
     ------

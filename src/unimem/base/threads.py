@@ -20,18 +20,10 @@ _TICK_SECONDS = 0.05
 def run_in_threads(
     n: int, work: Callable[[], object], *, stop: Callable[[], object], tick: Callable[[], object]
 ) -> None:
-    """Do a piece of work in several threads; all have ended when this returns or raises.
+    """Do a piece of work in n threads; all have ended when this returns or raises.
 
-    Parameters
-    ----------
-    n : int
-        Threads, at least 1.
-    work : callable
-        Called once in each.
-    stop : callable
-        Makes `work` return soon. Called repeatedly at the end, and after any error.
-    tick : callable
-        Called in this thread, 20 times a second.
+    `work` is called once in each, and `tick` in this thread, 20 times a second. `stop` makes `work`
+    return soon; it is called repeatedly at the end, and after any error.
 
     Raises
     ------

@@ -23,14 +23,9 @@ def write_page(path: str, sample: Sample) -> None:
 def page_at_end(
     path: str, seen: Callable[[], tuple[Sample | None, MemoryGrowth]]
 ) -> Iterator[None]:
-    """Write a page at the end of a watch, however it ends.
+    """Write a page at the end of a watch, however it ends; check the path before it begins.
 
-    Parameters
-    ----------
-    path : str
-        The file. It is checked before the watch begins.
-    seen : callable
-        Returns the last sample, or None, and the growth of memory.
+    `seen` returns the last sample, or None, and the growth of memory.
 
     Raises
     ------

@@ -12,20 +12,7 @@ Tokens: TypeAlias = Sequence[int] | NDArray[Any]
 
 
 def token_ids(tokens: Tokens, what: str = "tokens") -> NDArray[np.int32]:
-    """Return a new ``int32`` array of token ids.
-
-    Parameters
-    ----------
-    tokens : sequence of int
-        From 0 to 2**31 - 1.
-    what : str
-        The argument, for messages.
-
-    Raises
-    ------
-    ValueError, TypeError
-        They are not token ids.
-    """
+    """Return a new ``int32`` array of token ids; ValueError or TypeError if they are none."""
     try:
         given = np.asarray(tokens)
     except (ValueError, OverflowError):

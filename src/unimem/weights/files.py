@@ -144,7 +144,7 @@ class ModelFiles(Closing):
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NORMAL)
         where = path, durable_path(path), version_of(info), nbytes
         changed = info.st_ctime_ns
-        self.files.append(ModelFile(*where, header, _is_in_memory(fd), changed, part.offset))
+        self.files.append(ModelFile(*where, header, is_in_memory(fd), changed, part.offset))
         return self.files[-1]
 
     def add_buffer(self, memory: memoryview, part: FileRange) -> ModelFile:
@@ -309,9 +309,9 @@ def check_version(file: ModelFile, info: os.stat_result) -> None:
         raise OSError(errno.ESTALE, text, file.path)
 
 
-def _is_in_memory(fd: int) -> bool:
-    # Only files in shared memory and hugetlbfs, such as memfds, have seals. Devices do not identify
-    # file systems: those of btrfs and overlayfs may be mounted nowhere.
+def is_in_memory(fd: int) -> bool:
+    """Return whether a file is in shared memory or hugetlbfs: only these have seals."""
+    # Devices do not identify file systems: those of btrfs and overlayfs may be mounted nowhere.
     try:
         fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
@@ -399,7 +399,7 @@ def check_end(header: Header, end: int, path: str, fd: int = -1) -> None:
 def _huge_page_bytes(fd: int) -> int:
     """Return the page size of a file of hugetlb pages, which ends with a whole one; else 0."""
     nbytes = os.fstatvfs(fd).f_bsize
-    return nbytes if nbytes > mmap.PAGESIZE and _is_in_memory(fd) else 0
+    return nbytes if nbytes > mmap.PAGESIZE and is_in_memory(fd) else 0
 
 
 def _add_parts(model: ModelFiles, first: ModelFile) -> None:

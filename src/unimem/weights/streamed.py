@@ -68,18 +68,7 @@ def plan_streamed(
     placement: PlacementOptions,
     facts: RoomFacts = limits,
 ) -> StreamPlan:
-    """Plan how a model is streamed, by its headers.
-
-    Parameters
-    ----------
-    model : ModelFiles
-        Its files, with their headers.
-    budget : int, str or None
-        As for `open_weights`.
-    placement : PlacementOptions
-        How its memory is placed.
-    facts : RoomFacts, optional
-        The machine and the limits, by default those of this process.
+    """Plan how a model is streamed, by its headers. The budget is that of `open_weights`.
 
     Raises
     ------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import stat
 import traceback
@@ -24,6 +23,7 @@ from unimem.errors import FormatError
 from unimem.system import limits
 from unimem.weights import loading
 from unimem.weights.content_hash import Hashed, hash_in_threads
+from unimem.weights.files import is_in_memory
 from unimem.weights.loading import Progress
 from unimem.weights.repack.arrangement import Arrangement
 from unimem.weights.repack.image_format import ALIGN, HEADER, ImageHeader, ImageTensor, pack, parse
@@ -64,7 +64,7 @@ class Image(Closing):
             if info.st_uid not in (os.geteuid(), 0):
                 raise PermissionError(errno.EPERM, "The image is another user's", path)
             self.header = read_image_header(self._fd, info.st_size, path)
-            self.is_staged = _is_in_memory(self._fd)
+            self.is_staged = is_in_memory(self._fd)
         except BaseException:
             self.close()
             raise
@@ -278,15 +278,6 @@ def write_image(
 
 def _second_half(progress: Progress | None) -> Progress | None:
     return None if progress is None else lambda done, total: progress(total + done, 2 * total)
-
-
-def _is_in_memory(fd: int) -> bool:
-    # Only files in shared memory have seals.
-    try:
-        fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError:
-        return False
-    return True
 
 
 def _hash_tensors(
