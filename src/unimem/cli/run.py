@@ -39,6 +39,7 @@ from unimem.cli.options import (
     NumaOfModel,
     PageSize,
     Rotate,
+    Salt,
     SamplingSeed,
     Temperature,
     Threads,
@@ -51,6 +52,7 @@ from unimem.cli.options import (
     parse_sampling,
     parse_tokens,
     path_or_url,
+    salt_of,
     value_option,
 )
 from unimem.engine import embedded_model
@@ -203,6 +205,7 @@ def run(
             "Take the prompt's first tokens from this store of prefixes, and keep them there.",
         ),
     ] = None,
+    salt: Salt = None,
     chat: Annotated[
         bool,
         typer.Option(
@@ -228,6 +231,7 @@ def run(
 ) -> None:
     """Generate text; show where memory goes and what a token costs."""
     check_numa(numa, mirror=True)
+    secret = salt_of(salt, store)
     options = Options(
         embedded=model is None,
         ctx=ctx,
@@ -259,7 +263,9 @@ def run(
     with (
         Fallbacks(verbose=verbose) as fallbacks,
         # RAM of the store would end with this process; the page cache stays.
-        nullcontext() if store is None else KVStore(store, ram_bytes=0) as prefixes,
+        nullcontext()
+        if store is None
+        else KVStore(store, ram_bytes=0, salt=secret) as prefixes,
         load_layout(path, options) as layout,
         new_decoder(layout, options, tokenizer, prefixes) as decoder,
         _governing(decoder, options) as governor,
