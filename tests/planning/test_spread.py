@@ -8,7 +8,7 @@ import pytest
 
 import unimem as um
 from support.models.plans import validated
-from unimem.planning.spread import Spread, spread
+from unimem.planning.spread import NodeSpread, spread
 from unimem.system import limits
 from unimem.system.limits import Node
 
@@ -27,7 +27,7 @@ def two(*available: int, **more: Any) -> dict[int, Node]:
     return {0: node(0, first, (10, 21), **more), 1: node(1, second, (21, 10))}
 
 
-def chosen(nodes: dict[int, Node], sessions: int = 1, room: int = 64 * GIB) -> Spread:
+def chosen(nodes: dict[int, Node], sessions: int = 1, room: int = 64 * GIB) -> NodeSpread:
     found = spread(W, REST * sessions, sessions, nodes, room)
     assert found is not None
     return found

@@ -36,7 +36,7 @@ from unimem.planning.repack_gain import NO_ROOM, NO_ROOM_TO_COPY
 from unimem.planning.result import Check, Plan, is_as_asked
 from unimem.planning.search import find_largest
 from unimem.planning.sources import DimsSource, FileSource, ModelSource, WeightsSource
-from unimem.planning.spread import Spread, spread
+from unimem.planning.spread import NodeSpread, spread
 from unimem.planning.streaming import WHY_STREAMED, Reading, StreamedWeights
 from unimem.remote.client import is_url
 from unimem.system import limits, policy
@@ -492,7 +492,7 @@ class _Planner:
             spread=None if mode == "stream" else self._spread(found, n_weights, options.sessions),
         )
 
-    def _spread(self, needs: list[Need], n_weights: int, sessions: int) -> Spread | None:
+    def _spread(self, needs: list[Need], n_weights: int, sessions: int) -> NodeSpread | None:
         """Return how weights and what is beside them could be spread over nodes."""
         weights = needs[:n_weights]
         if any(need.on_nodes for need in weights):  # of one copy

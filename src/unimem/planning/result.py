@@ -31,7 +31,7 @@ from unimem.models.dims import ARCHITECTURES
 from unimem.models.families import KeptLayer, KeptState, in_words
 from unimem.planning.llama_cpp import NO_COMPUTE, Engine
 from unimem.planning.needs import Mode
-from unimem.planning.spread import Spread
+from unimem.planning.spread import NodeSpread
 from unimem.planning.streaming import Reading
 from unimem.system.placement import Pages
 
@@ -192,7 +192,7 @@ class Plan:
         not asked for.
     min_ctx : int
         The least context that is of use.
-    spread : Spread or None
+    spread : NodeSpread or None
         What each NUMA node would have with each way to place the model, and the best way; None with
         one usable node, for streamed weights, and for a GPU.
     """
@@ -232,7 +232,7 @@ class Plan:
     container_bytes: int | None = None
     spilled_now_bytes: int | None = None
     min_ctx: int = 1
-    spread: Spread | None = None
+    spread: NodeSpread | None = None
 
     def __getitem__(self, category: str) -> Row:
         """Return the row of a category: of main memory, else of the first device that has one.
@@ -576,7 +576,7 @@ def _check_lines(surface: Surface, plan: Plan) -> Iterator[str]:
 _NODE_HEAD = ("node", "available", "one node", "mirror", "interleave", "distance")
 
 
-def _node_rows(spread: Spread) -> list[tuple[str, ...]]:
+def _node_rows(spread: NodeSpread) -> list[tuple[str, ...]]:
     """Write what each node would have with each way to place the model."""
 
     def size_of(nbytes: int | None) -> str:

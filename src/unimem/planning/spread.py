@@ -12,7 +12,7 @@ from typing import Literal
 from unimem.base.text import format_ranges
 from unimem.system.limits import Node
 
-__all__ = ["NodeCost", "Spread", "spread"]
+__all__ = ["NodeCost", "NodeSpread", "spread"]
 
 _NEAR, _FAR = 10, 20  # distances where the firmware has none
 
@@ -48,7 +48,7 @@ class NodeCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class NodeSpread:
     """The best way to place a model on several nodes. Immutable.
 
     Attributes
@@ -82,7 +82,7 @@ def spread(
     sessions: int,
     nodes: Mapping[int, Node],
     room_bytes: int,
-) -> Spread | None:
+) -> NodeSpread | None:
     """Choose how to place weights, and what sessions have beside them; None with one usable node.
 
     A session computes on the CPUs of one node, so one alone has nothing to read elsewhere. Several
@@ -134,14 +134,14 @@ def spread(
         for n in usable
     )
     if not ways:
-        return Spread(None, None, {}, "no node has room for its share of the model", costs)
+        return NodeSpread(None, None, {}, "no node has room for its share of the model", costs)
     distances = {name: distance for name, (distance, _) in ways.items()}
     best = min(ways, key=lambda name: distances[name])  # the first of equal ones
     figures = ", ".join(f"{distance:g} for {name}" for name, distance in distances.items())
     reason = f"the mean distance of a read is {figures} (SLIT)"
     if chosen is not None and len({nodes[n].read_mb_per_second for n in nearest}) > 1:
         reason += f"; node {chosen} reads {nodes[chosen].read_mb_per_second:,} MB/s (HMAT)"
-    return Spread(best, ways[best][1], distances, reason, costs)
+    return NodeSpread(best, ways[best][1], distances, reason, costs)
 
 
 def _mean(values: Sequence[float]) -> float:
