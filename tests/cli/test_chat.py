@@ -27,6 +27,7 @@ from unimem.cli.options import parse_sampling
 from unimem.engine import Decoder, embedded_model
 from unimem.errors import CacheFull, FormatError, SnapshotError
 from unimem.governor import Governor
+from unimem.kv.store.store import KVStore
 
 KEY, TEMPLATE = b"tokenizer.chat_template", b"{% for m in messages %}{{ m.content }} {% endfor %}"
 ONE_THREAD = ("--threads", "1")
@@ -169,7 +170,16 @@ def test_a_conversation_that_was_put_aside_says_so_and_goes_on(
     monkeypatch.setattr(Decoder, "generate_next_token", short)
     expected = answers()
     assert expected
-    assert answers("--store", str(tmp_path / "kv")) == expected
+    (secret := tmp_path / "secret").write_text("the secret of A")
+    asked: list[str] = []
+
+    def opened(*where: Any, salt: str, **options: Any) -> KVStore:
+        asked.append(salt)
+        return KVStore(*where, salt=salt, **options)
+
+    monkeypatch.setattr("unimem.cli.chat.KVStore", opened)
+    assert answers("--store", str(tmp_path / "kv"), "--salt-file", str(secret)) == expected
+    assert asked == ["the secret of A"]
 
 
 @contextmanager

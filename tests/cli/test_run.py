@@ -368,9 +368,16 @@ def test_a_stored_prompt_is_taken_from_the_store(model: Path, tmp_path: Path) ->
     assert then["output"] == first["output"]
     facts = " ".join(page_of(*options).split())
     assert f"{(n - 1) // 256 * 256} of {n} tokens of the prompt taken from" in facts
-    code, _, err = run(model, "-p", "x", "--store", "")
-    assert code == 2
-    assert "--store" in err
+    secret = tmp_path / "secret"
+    secret.write_text("the secret of A")
+    of_a = (*options, "--salt-file", secret)
+    assert [run_json(*of_a)["store"]["restored_tokens"] for _ in range(2)] == [
+        *(0, (n - 1) // 256 * 256),
+    ]
+    for words in (("--store", ""), ("--salt-file", secret)):
+        code, _, err = run(model, "-p", "x", *words)
+        assert code == 2
+        assert "--store" in err
 
 
 def test_a_prompt_follows_the_session_s_text(model: Path, session: Path) -> None:

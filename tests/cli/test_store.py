@@ -78,6 +78,19 @@ def test_another_model_s_prefixes_are_not_there(tmp_path: Path, model: Path) -> 
     assert "expected the beginning of one key of this model" in err
 
 
+def test_a_tenant_s_slot_file_needs_its_salt(tmp_path: Path, model: Path) -> None:
+    slot, secret, out = (tmp_path / name for name in ("slot", "secret", "out"))
+    write_slot_file(slot, IDS, state(cells(40)))
+    secret.write_text("the secret of A\n")
+    assert run(tmp_path, "import", slot, "--salt-file", secret, model=model)[0] == 0
+    (found,) = listed(tmp_path, model)
+    words = ("export", found["key"], out)
+    code, _, err = run(tmp_path, *words, model=model)
+    assert (code, out.exists()) == (1, False), err
+    assert run(tmp_path, *words, "--salt-file", secret, model=model)[0] == 0
+    assert read_slot_file(out).tokens.tolist() == IDS[:32].tolist()
+
+
 @pytest.mark.parametrize(
     ("words", "code", "match"),
     [
@@ -95,6 +108,10 @@ def test_another_model_s_prefixes_are_not_there(tmp_path: Path, model: Path) -> 
         (("list", "--disk-bytes", "0"), 2, "--disk-bytes: expected more than 0 for a folder"),
         (("list", "--disk-bytes", "-1"), 2, "--disk-bytes': expected a whole number from 0 to"),
         (("list", "--disk-bytes", "many"), 2, "--disk-bytes"),
+        (("list", "--salt-file", "MODEL"), 2, "--salt-file': expected a file with a text in UTF-8"),
+        (("list", "--salt-file", "missing"), 2, "expected a file with a text in UTF-8"),
+        (("list", "--salt-file", "/dev/null"), 2, "expected a text of 1 to 4096 characters"),
+        (("list", "--salt-file", "/proc/version"), 2, "--salt-file is for import and export"),
     ],
 )
 def test_wrong_usage(

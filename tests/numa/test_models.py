@@ -13,6 +13,7 @@ import pytest
 import unimem as um
 from numa.books import node_bytes, page_nodes
 from support.files.weight_bytes import write, write_hole
+from unimem.engine import Decoder, embedded_model
 from unimem.system import limits
 from unimem.system.placement import Pages
 from unimem.weights.opened import Weights
@@ -20,6 +21,7 @@ from unimem.weights.opened import Weights
 MB = 1 << 20
 PAGE = os.sysconf("SC_PAGE_SIZE")
 SIZES = (100, 3 * MB, 5000, 2 * MB + 4, 40_000, 12)
+TINY = embedded_model()
 DIMS = um.ModelDims(64, 172, 8, 4, 8, 512, 5, 512)
 
 
@@ -125,6 +127,26 @@ def test_the_rows_add_up_to_the_nodes_of_the_process() -> None:
     assert rows.keys() == kernel.keys()
     for node, nbytes in kernel.items():
         assert abs(rows[node] - nbytes) < MB
+
+
+def test_a_plan_names_the_node_whose_reads_are_nearest() -> None:
+    """The two nodes with CPUs are equally near; the firmware says which one is faster."""
+    found = um.plan(TINY, ctx=64).spread
+    assert found is not None
+    assert found.distances == {"one node": 10, "mirror": 10, "interleave": 15}
+    assert [cost.distance for cost in found.nodes] == [15, 15, 27.5]
+    assert [cost.alone_bytes is None for cost in found.nodes] == [False, False, True]
+    assert found.numa == "mirror:1"
+    assert "node 1 reads 25,600 MB/s (HMAT)" in found.reason
+    before = os.sched_getaffinity(0)
+    with Decoder(TINY, ctx=64, numa=found.numa) as decoder:
+        assert decoder.weights.verify().nodes.keys() == {1}
+        assert os.sched_getaffinity(0) == set(limits.nodes()[1].cpus)
+        decoder.prefill([1, 2, 3])
+        (kv,) = [row for row in decoder.report().rows if row.category == "kv"]
+        assert kv.granted is not None
+        assert set(kv.granted.nodes) == {1}
+    assert os.sched_getaffinity(0) == before
 
 
 def test_a_plan_is_held_against_the_nodes_that_it_is_for() -> None:

@@ -81,6 +81,7 @@ def test_limits_know_the_nodes() -> None:
         assert pool == (memory["HugePages_Total"], memory["HugePages_Free"]) == (32, 32)
     assert nodes[2].cpus == ()
     assert nodes[0].distances == (10, 20, 30)
+    assert [node.read_mb_per_second for node in nodes.values()] == [12_800, 25_600, 6_400]
 
 
 # ---- policies ----

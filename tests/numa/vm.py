@@ -44,6 +44,8 @@ TOOLS = {QEMU: "qemu-system-x86", "xz": "xz-utils", "zstd": "zstd"}
 NODE_MB = (1024, 1024, 512)
 NODE_CPUS = (2, 2, 0)
 DISTANCES = {(0, 1): 20, (0, 2): 30, (1, 2): 25}
+# The firmware's figures (HMAT) from the nearest node with CPUs: its number, MB/s, ns.
+NEAREST = ((0, 12_800, 90), (1, 25_600, 90), (1, 6_400, 150))
 HUGE_PAGES = "hugepages=0:32,1:32,2:32"
 
 # Exit statuses of this script: EX_UNAVAILABLE, and that of timeout(1).
@@ -199,25 +201,32 @@ def ram_disk(command: list[str]) -> bytes:
 
 
 def nodes() -> list[str]:
-    """Return QEMU's options for the nodes, their CPUs and distances."""
+    """Return QEMU's options for the nodes, their CPUs, distances and speeds."""
     options = []
     ends = list(itertools.accumulate(NODE_CPUS))
     for node, (mb, n_cpus, end) in enumerate(zip(NODE_MB, NODE_CPUS, ends, strict=True)):
         cpus = f",cpus={end - n_cpus}-{end - 1}" if n_cpus else ""
         options += ["-object", f"memory-backend-ram,id=memory{node},size={mb}M"]
-        options += ["-numa", f"node,nodeid={node},memdev=memory{node}{cpus}"]
+        nearest = f",initiator={NEAREST[node][0]}"
+        options += ["-numa", f"node,nodeid={node},memdev=memory{node}{cpus}{nearest}"]
     for (source, target), distance in DISTANCES.items():
         options += ["-numa", f"dist,src={source},dst={target},val={distance}"]
+    for node, (near, mb_per_second, ns) in enumerate(NEAREST):
+        speed = f"hmat-lb,initiator={near},target={node},hierarchy=memory,data-type=access-"
+        options += ["-numa", f"{speed}latency,latency={ns}"]
+        options += ["-numa", f"{speed}bandwidth,bandwidth={mb_per_second}M"]
     return options
 
 
 def qemu_command(folder: Path, output: int) -> list[str]:
     """Return QEMU's command line; `output` is the descriptor for the guest's output."""
-    boot = f"console=ttyS0 quiet panic=-1 mitigations=off numa_balancing=disable {HUGE_PAGES}"
+    # On a busy host the first ticks may be late, for which the kernel would end.
+    boot = f"console=ttyS0 quiet panic=-1 no_timer_check mitigations=off {HUGE_PAGES}"
+    boot += " numa_balancing=disable"
     shared = "local,path=/,mount_tag=host,security_model=none,readonly=on,multidevs=remap"
     options = [
         ("-display", "none"),
-        ("-machine", "pc"),
+        ("-machine", "pc,hmat=on"),
         # One thread: with one per CPU, one kernel in 30 died while it patched itself.
         ("-accel", "tcg,thread=single,tb-size=512"),
         ("-cpu", "max,la57=off"),

@@ -272,8 +272,10 @@ def test_nodes(tree: Write) -> None:
         tree(f"{folder}/meminfo", "\n".join(lines))
         tree(f"{folder}/cpulist", cpus)
         tree(f"{folder}/distance", "10 15 20")
+    for folder, text in (("node0/access1", "25600"), ("node1023/access1", "none")):
+        tree(f"sys/devices/system/node/{folder}/initiators/read_bandwidth", text)
     assert limits.nodes() == {
-        0: limits.Node(0, 100 << 10, 50 << 10, 60 << 10, (0, 1, 2, 3), (10, 20), True),
+        0: limits.Node(0, 100 << 10, 50 << 10, 60 << 10, (0, 1, 2, 3), (10, 20), True, 25600),
         1023: limits.Node(1023, 50 << 10, 25 << 10, 30 << 10, (), (10, 20), False),
     }
 

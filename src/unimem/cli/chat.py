@@ -34,6 +34,7 @@ from unimem.cli.options import (
     NumaOfModel,
     PageSize,
     Rotate,
+    Salt,
     SamplingSeed,
     Temperature,
     Threads,
@@ -45,6 +46,7 @@ from unimem.cli.options import (
     check_numa,
     parse_sampling,
     path_or_url,
+    salt_of,
     value_option,
 )
 from unimem.errors import CacheFull, FormatError
@@ -209,10 +211,12 @@ def chat(
             "if memory is short and it waits.",
         ),
     ] = None,
+    salt: Salt = None,
     verbose: Verbose = False,
 ) -> None:
     """Talk with a model, whose history stays in the KV cache."""
     check_numa(numa, mirror=True)
+    secret = salt_of(salt, store)
     options = ModelOptions(
         ctx=ctx,
         threads=threads,
@@ -225,7 +229,7 @@ def chat(
         numa=numa,
     )
     sampling = parse_sampling(temperature, top_k, top_p, seed)
-    converse(path_or_url(model), options, sampling, store=store, verbose=verbose)
+    converse(path_or_url(model), options, sampling, store=store, salt=secret, verbose=verbose)
 
 
 def converse(
@@ -234,13 +238,14 @@ def converse(
     sampling: Sampling,
     *,
     store: str | None = None,
+    salt: str = "",
     verbose: bool = False,
 ) -> None:
     """Load a model, and answer messages from standard input until it ends."""
     tokenizer = read_tokenizer(path, options)
     with (
         Fallbacks(verbose=verbose) as fallbacks,
-        nullcontext() if store is None else KVStore(store, ram_bytes=0) as opened,
+        nullcontext() if store is None else KVStore(store, ram_bytes=0, salt=salt) as opened,
         load_layout(path, options) as layout,
         new_decoder(layout, options, tokenizer, opened) as decoder,
         nullcontext() if opened is None else Governor().add(decoder) as governor,

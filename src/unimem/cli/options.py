@@ -31,6 +31,7 @@ __all__ = [
     "NumaOfModel",
     "PageSize",
     "Rotate",
+    "Salt",
     "SamplingSeed",
     "Temperature",
     "Threads",
@@ -46,11 +47,13 @@ __all__ = [
     "parse_sampling",
     "parse_tokens",
     "path_or_url",
+    "salt_of",
     "value_option",
 ]
 
 # K is 1024, as in the sizes that commands write.
 _NUMBER = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)(?:([kmgt])(?:i?b)?)?", re.I | re.A)
+_MOST_SALT = 4096  # characters
 _SCALES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -78,6 +81,28 @@ def number_parser(least: int, most: int, examples: str) -> Callable[[str], int]:
     return parse
 
 
+def read_salt(path: str) -> str:
+    """Return the secret of a tenant from a file: every user can read the arguments of a process."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            salt = file.read(_MOST_SALT + 1).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"expected a file with a text in UTF-8: {error}") from None
+    if not 0 < len(salt) <= _MOST_SALT:
+        raise typer.BadParameter(
+            f"{path}: expected a text of 1 to {_MOST_SALT} characters, as `openssl rand -hex 16` "
+            f"writes, got {len(salt) if len(salt) <= _MOST_SALT else 'more'}"
+        )
+    return salt
+
+
+def salt_of(salt: str | None, store: str | None) -> str:
+    """Return the salt of a store, by default the empty one; refuse one without a store."""
+    if salt is not None and store is None:
+        raise typer.BadParameter("--salt-file is for --store: leave it out, or name a store")
+    return salt or ""
+
+
 parse_tokens = number_parser(1, 2**31 - 1, "512, 8192 or 8k")
 
 Ctx = Annotated[
@@ -87,6 +112,16 @@ Ctx = Annotated[
         "Tokens of context, as 8192 or 8k. [default: the smallest of the model's, "
         f"{DEFAULT_CTX}, and what fits]",
         parser=parse_tokens,
+    ),
+]
+Salt = Annotated[
+    str | None,
+    value_option(
+        "FILE",
+        "A file with the secret of a tenant, who then finds no stored tokens but its own. "
+        "[default: none]",
+        "--salt-file",
+        parser=read_salt,
     ),
 ]
 Threads = Annotated[

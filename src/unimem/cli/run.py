@@ -39,6 +39,7 @@ from unimem.cli.options import (
     NumaOfModel,
     PageSize,
     Rotate,
+    Salt,
     SamplingSeed,
     Temperature,
     Threads,
@@ -51,6 +52,7 @@ from unimem.cli.options import (
     parse_sampling,
     parse_tokens,
     path_or_url,
+    salt_of,
     value_option,
 )
 from unimem.engine import embedded_model
@@ -201,6 +203,7 @@ def run(
             "Take the prompt's first tokens from this store of prefixes, and keep them there.",
         ),
     ] = None,
+    salt: Salt = None,
     chat: Annotated[
         bool,
         typer.Option(
@@ -226,6 +229,7 @@ def run(
 ) -> None:
     """Generate text; show where memory goes and what a token costs."""
     check_numa(numa, mirror=True)
+    secret = salt_of(salt, store)
     options = Options(
         embedded=model is None,
         ctx=ctx,
@@ -257,7 +261,7 @@ def run(
     with (
         Fallbacks(verbose=verbose) as fallbacks,
         # RAM of the store would end with this process; the page cache stays.
-        nullcontext() if store is None else KVStore(store, ram_bytes=0) as prefixes,
+        nullcontext() if store is None else KVStore(store, ram_bytes=0, salt=secret) as prefixes,
         load_layout(path, options) as layout,
         new_decoder(layout, options, tokenizer, prefixes) as decoder,
         _governing(decoder, options) as governor,
@@ -460,14 +464,18 @@ def _tell(
     if as_json:
         terminal.show(json.dumps(_document(decoder, plan, talk, options, governor)) + "\n")
     else:
-        _show(decoder, talk, options, governor)
+        _show(decoder, plan, talk, options, governor)
 
 
-def _show(decoder: Decoder, talk: Talk, options: Options, governor: Governor | None) -> None:
+def _show(
+    decoder: Decoder, plan: Plan, talk: Talk, options: Options, governor: Governor | None
+) -> None:
     report = decoder.report()
     surface = terminal.surface()
     narrow = replace(surface, width=_WIDTH)
     facts = _facts(decoder, report, talk, options)
+    if plan.spread is not None:
+        facts["nodes"] = str(plan.spread)
     if governor is not None:
         done = "; ".join(map(str, governor.events)) or "nothing was short, and nothing given back"
         facts["governor"] = f"{done}; it watched {', '.join(governor.watches)}"
@@ -563,7 +571,7 @@ def _speed(n: int, seconds: float) -> str:
 
 _USED = ("ctx", "threads", "kv_dtype", "rotate", "window")
 _ASKED = ("load", "weights_budget", "pages", "numa", "chat")
-_PLANNED = "total_bytes available_bytes max_ctx model_ctx verdict spilled_bytes".split()
+_PLANNED = "total_bytes available_bytes max_ctx model_ctx verdict spilled_bytes spread".split()
 
 
 def _document(
@@ -589,7 +597,7 @@ def _document(
         "options": {key: report.facts[key] for key in _USED}
         | {key: getattr(options, key) for key in _ASKED}
         | asdict(options.sampling),
-        "plan": {key: getattr(plan, key) for key in _PLANNED}
+        "plan": {key: plan.to_dict()[key] for key in _PLANNED}
         | {"rows": [{"category": row.category, "nbytes": row.nbytes} for row in plan.rows]},
         "report": {key: report.to_dict()[key] for key in ("total_bytes", "rows")},
         "prompt": {"text": talk.prompt, "tokens": talk.prompt_tokens},

@@ -11,7 +11,7 @@ import typer
 
 from unimem.base.text import escape
 from unimem.cli import terminal
-from unimem.cli.options import number_parser, value_option
+from unimem.cli.options import Salt, number_parser, salt_of, value_option
 from unimem.cli.store import DiskBytes, Options, Store, StoreChunk, parse_bytes
 from unimem.kv.store.store import KVStore
 from unimem.llama_cpp.proxy import SlotProxy
@@ -49,6 +49,7 @@ def serve_slots(
     ] = None,
     disk_bytes: DiskBytes = None,
     chunk_tokens: StoreChunk = 256,
+    salt: Salt = None,
     port: Annotated[
         int,
         value_option(
@@ -72,7 +73,11 @@ def serve_slots(
             "--ram-bytes, --disk-bytes: expected one that is not 0 for a folder, got 0 and 0"
         )
     with KVStore(
-        store, ram_bytes=ram_bytes or 0, disk_bytes=disk_bytes, chunk_tokens=chunk_tokens
+        store,
+        ram_bytes=ram_bytes or 0,
+        disk_bytes=disk_bytes,
+        chunk_tokens=chunk_tokens,
+        salt=salt_of(salt, store),
     ) as opened:
         behind = LlamaServer(server, slot_save_path)
         where = (address, port)

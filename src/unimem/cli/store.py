@@ -12,7 +12,7 @@ import typer
 
 from unimem.base.text import escape, format_bytes, format_count
 from unimem.cli import terminal
-from unimem.cli.options import AsJson, number_parser, value_option
+from unimem.cli.options import AsJson, Salt, number_parser, value_option
 from unimem.cli.store_chunks import ChunkWork, parse_seconds
 from unimem.cli.terminal import document_head
 from unimem.errors import FormatError
@@ -97,6 +97,7 @@ def store(
     ] = 1,
     disk_bytes: DiskBytes = None,
     chunk_tokens: StoreChunk = 256,
+    salt: Salt = None,
     pinned_for: Annotated[
         float | None,
         value_option(
@@ -133,13 +134,14 @@ def store(
     }.get(action, (not words, "nothing"))
     if not is_fit:
         raise typer.BadParameter(f"{action}: expected {needs} behind it, got {' '.join(words)!r}")
-    for option, is_given, of in (
+    for option, is_given, *of in (
         ("--for", pinned_for is not None, "pin"),
         ("--unused", unused is not None, "drop"),
         ("--drop", drops, "verify"),
+        ("--salt-file", salt is not None, "import", "export"),
     ):
-        if is_given and action != of:
-            raise typer.BadParameter(f"{option} is for {of}")
+        if is_given and action not in of:
+            raise typer.BadParameter(f"{option} is for {' and '.join(of)}")
     if disk_bytes == 0 and not is_url(folder):
         raise typer.BadParameter(
             f"--disk-bytes: expected more than 0 for a folder, got 0: {folder}"
@@ -147,7 +149,13 @@ def store(
     if not is_url(folder) and action in _ON_DISK and not Path(folder).is_dir():
         raise NotADirectoryError(f"{folder}: expected the folder of a store")
     digest = None if model is None else model_hash(model)
-    with KVStore(folder, ram_bytes=0, disk_bytes=disk_bytes, chunk_tokens=chunk_tokens) as opened:
+    with KVStore(
+        folder,
+        ram_bytes=0,
+        disk_bytes=disk_bytes,
+        chunk_tokens=chunk_tokens,
+        salt=salt or "",
+    ) as opened:
         if action in _ON_DISK:
             ChunkWork(opened, digest, as_json=as_json).run(
                 action, words, pinned_for or unused, drops=drops

@@ -36,6 +36,7 @@ from unimem.planning.repack_gain import NO_ROOM, NO_ROOM_TO_COPY
 from unimem.planning.result import Check, Plan, is_as_asked
 from unimem.planning.search import find_largest
 from unimem.planning.sources import DimsSource, FileSource, ModelSource, WeightsSource
+from unimem.planning.spread import NodeSpread, spread
 from unimem.planning.streaming import WHY_STREAMED, Reading, StreamedWeights
 from unimem.remote.client import is_url
 from unimem.system import limits, policy
@@ -488,7 +489,19 @@ class _Planner:
             history_bytes=session.history_bytes(ctx) if ctx is not None else 0,
             **self._container(found),
             spilled_now_bytes=self._spilled(found) if options.now else None,
+            spread=None if mode == "stream" else self._spread(found, n_weights, options.sessions),
         )
+
+    def _spread(self, needs: list[Need], n_weights: int, sessions: int) -> NodeSpread | None:
+        """Return how weights and what is beside them could be spread over nodes."""
+        weights = needs[:n_weights]
+        if any(need.on_nodes for need in weights):  # of one copy
+            weight_bytes = sum(self._source.by_type().values())
+        else:
+            weight_bytes = sum(need.nbytes - need.unread_bytes for need in weights)
+        rest_bytes = self._process_bytes + sum(need.nbytes for need in needs[n_weights:])
+        room = min(limit.room_bytes for limit in self._machine.memory)
+        return spread(weight_bytes, rest_bytes, sessions, self._machine.nodes, room)
 
     def _container(self, needs: list[Need]) -> dict[str, int | None]:
         """Return the bytes of the process, and the least limit of a container for it."""

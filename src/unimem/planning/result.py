@@ -31,6 +31,7 @@ from unimem.models.dims import ARCHITECTURES
 from unimem.models.families import KeptLayer, KeptState, in_words
 from unimem.planning.llama_cpp import NO_COMPUTE, Engine
 from unimem.planning.needs import Mode
+from unimem.planning.spread import NodeSpread
 from unimem.planning.streaming import Reading
 from unimem.system.placement import Pages
 
@@ -191,6 +192,9 @@ class Plan:
         not asked for.
     min_ctx : int
         The least context that is of use.
+    spread : NodeSpread or None
+        What each NUMA node would have with each way to place the model, and the best way; None with
+        one usable node, for streamed weights, and for a GPU.
     """
 
     rows: tuple[Row, ...]
@@ -228,6 +232,7 @@ class Plan:
     container_bytes: int | None = None
     spilled_now_bytes: int | None = None
     min_ctx: int = 1
+    spread: NodeSpread | None = None
 
     def __getitem__(self, category: str) -> Row:
         """Return the row of a category: of main memory, else of the first device that has one.
@@ -340,9 +345,10 @@ class Plan:
             **{
                 item.name: getattr(self, item.name)
                 for item in fields(self)
-                if item.name not in ("rows", "checks", "advice", "layers", "reading")
+                if item.name not in ("rows", "checks", "advice", "layers", "reading", "spread")
             },
             "reading": None if self.reading is None else self.reading.to_dict(),
+            "spread": None if self.spread is None else asdict(self.spread),
             "unknown": list(self.unknown),
             "rows": [
                 {"category": row.category, "nbytes": row.nbytes, "device": row.device}
@@ -399,6 +405,9 @@ def plan_lines(surface: Surface, plan: Plan, path: str | None = None) -> Iterato
     yield from _memory_lines(surface, plan)
     yield ""
     yield from _check_lines(surface, plan)
+    if plan.spread is not None:
+        yield ""
+        yield from table_lines(surface, _NODE_HEAD, _node_rows(plan.spread))
     if plan.spilled_bytes:
         yield ""
         yield from wrap(
@@ -506,6 +515,7 @@ def _facts(plan: Plan, path: str) -> dict[str, str]:
         "hash": _hashing(plan.unhashed_bytes),
         "pages": plan.pages if plan.pages != "auto" else "",
         "numa": known.get("numa") or plan.numa or "",
+        "nodes": "" if plan.spread is None else str(plan.spread),
     }
     return {name: text for name, text in facts.items() if text}
 
@@ -561,6 +571,28 @@ def _check_lines(surface: Surface, plan: Plan) -> Iterator[str]:
         bars.append(Bar(share, True, surface.good if check.fits else surface.bad))
     head = ("limit", "needed", "available", "fits")
     yield from table_lines(surface, head, rows, align="<>>>", bars=bars)
+
+
+_NODE_HEAD = ("node", "available", "one node", "mirror", "interleave", "distance")
+
+
+def _node_rows(spread: NodeSpread) -> list[tuple[str, ...]]:
+    """Write what each node would have with each way to place the model."""
+
+    def size_of(nbytes: int | None) -> str:
+        return format_bytes(nbytes) if nbytes else "-"
+
+    return [
+        (
+            str(cost.node),
+            format_bytes(cost.available_bytes),
+            size_of(cost.alone_bytes),
+            size_of(cost.mirror_bytes),
+            size_of(cost.interleave_bytes),
+            f"{cost.distance:g}",
+        )
+        for cost in spread.nodes
+    ]
 
 
 def _advice_lines(surface: Surface, plan: Plan) -> Iterator[str]:
@@ -693,6 +725,8 @@ def _html(plan: Plan) -> Html:
         table(("memory", "size", ""), rows, foot=sums, align="<><"),
         table(("limit", "needed", "available", "fits", ""), checks, align="p>>><"),
     ]
+    if plan.spread is not None:
+        parts.append(table(_NODE_HEAD, _node_rows(plan.spread)))
     helps = [
         f"{item.text[:1].upper()}{item.text[1:]}{_worth(plan, item)}"
         + (f": {_as_options(item.options)}" if item.options else "")

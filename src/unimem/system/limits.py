@@ -190,6 +190,8 @@ class Node:
         To the nodes of `nodes()`, in their order; 10 is the node itself.
     allowed : bool
         Whether this process may have memory there.
+    read_mb_per_second : int
+        The bandwidth from the nearest CPU, as its firmware has it (HMAT); 0 if it has none.
     """
 
     id: int
@@ -199,6 +201,7 @@ class Node:
     cpus: tuple[int, ...]
     distances: tuple[int, ...]
     allowed: bool
+    read_mb_per_second: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,6 +453,7 @@ def nodes() -> dict[int, Node]:
             cpus=parse_list(kernel_files.read_text(f"{folder}/cpulist") or ""),
             distances=tuple(map(int, distances)),
             allowed=node in permitted,
+            read_mb_per_second=_bandwidth(folder),
         )
     with_memory = [node for node in found.values() if node.total_bytes]
     if len(with_memory) == 1:
@@ -459,6 +463,12 @@ def nodes() -> dict[int, Node]:
         node.id: replace(node, distances=tuple(compress(node.distances, used)))
         for node in compress(found.values(), used)
     }
+
+
+def _bandwidth(folder: str) -> int:
+    """Return the bandwidth in MB/s that the firmware has for a node's memory; 0 without it."""
+    text = kernel_files.read_text(f"{folder}/access1/initiators/read_bandwidth") or ""
+    return int(text) if text.strip().isdigit() else 0
 
 
 def _with_all_memory(node: Node) -> Node:
