@@ -146,7 +146,8 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make an environment with the wheel, its dependencies, and tools to build a Cython module."""
     folder = tmp_path_factory.mktemp("environment")
     run(sys.executable, "-m", "venv", folder)
-    install = [folder / "bin/pip", "install", "--quiet", wheel, "cython>=3.1", "setuptools>=77"]
+    install = [str(folder / "bin/pip"), "install", "--quiet", str(wheel)]
+    install += ["cython>=3.1", "setuptools>=77"]
     done = subprocess.run(install, capture_output=True, text=True, check=False)
     if "Retrying" in done.stderr and done.returncode:
         pytest.skip(f"nothing was tried in an empty environment, without an index: {done.stderr}")
@@ -175,7 +176,7 @@ def without_extras(
     environment: Path, folder: Path, *arguments: str
 ) -> subprocess.CompletedProcess[str]:
     """Run Python there, in a folder; it may fail."""
-    command = ["env", "-u", "PYTHONPATH", environment / "bin/python", *arguments]
+    command = ["env", "-u", "PYTHONPATH", str(environment / "bin/python"), *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
