@@ -187,9 +187,14 @@ class _Result:
 
 
 def _limits(passes: Sequence[Pass], start: float) -> tuple[float, float]:
-    """Return until when the first of the passes that are left has time, and when it is ended."""
+    """Return until when the first of the passes that are left has time, and when it is ended.
+
+    Starting a process takes a second. So the first passes have all of the time, in which each suite
+    measures more of its cases, and what they leave is for the second ones.
+    """
     now = time.monotonic()
-    left = (start + QUICK_S - now) * passes[0].shares / sum(each.shares for each in passes)
+    same = sum(each.shares for each in passes if each.number == passes[0].number)
+    left = (start + QUICK_S - now) * passes[0].shares / same
     share = max(_LEAST_S, left)
     return now + share, min(now + 2 * share + _LEAST_S, max(now, start + MOST_QUICK_S))
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self, runtime_checkable
 
+from unimem._core.arrays import checked_nbytes
 from unimem.base import kernel_files
 from unimem.base.arguments import integer
 from unimem.base.text import format_bytes
@@ -117,7 +118,7 @@ class Governor:
 
     Parameters
     ----------
-    budget_bytes : int, optional
+    budget_bytes : int or str, optional
         The most memory of its own (without pages of files) that this process should have in RAM; by
         default only limits of the system count.
     on_pressure : callable, optional
@@ -132,7 +133,7 @@ class Governor:
     Attributes
     ----------
     budget_bytes : int or None
-        As given.
+        As given, in bytes.
 
     Notes
     -----
@@ -151,12 +152,12 @@ class Governor:
 
     def __init__(
         self,
-        budget_bytes: int | None = None,
+        budget_bytes: int | str | None = None,
         *,
         on_pressure: Callable[[GovernorEvent], object] | None = None,
     ) -> None:
         self.budget_bytes = (
-            None if budget_bytes is None else integer(budget_bytes, "budget_bytes", 1)
+            None if budget_bytes is None else checked_nbytes(budget_bytes, "budget_bytes", 1)
         )
         if on_pressure is not None and not callable(on_pressure):
             raise TypeError(
@@ -230,12 +231,12 @@ class Governor:
         if run is not None:
             run.end()
 
-    def give_back(self, nbytes: int | None = None) -> int:
+    def give_back(self, nbytes: int | str | None = None) -> int:
         """Give memory back now, in this thread, and return its bytes.
 
         Parameters
         ----------
-        nbytes : int, optional
+        nbytes : int or str, optional
             Bytes that are enough; by default everything is given back.
 
         Raises
@@ -243,7 +244,7 @@ class Governor:
         ClosedError
             The governor is closed.
         """
-        wanted = None if nbytes is None else integer(nbytes, "nbytes", 0)
+        wanted = None if nbytes is None else checked_nbytes(nbytes, "nbytes")
         with self._lock:
             self._check_open()
         text = "everything" if wanted is None else format_bytes(wanted)

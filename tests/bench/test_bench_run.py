@@ -122,9 +122,10 @@ def test_when_time_is_up_no_suite_has_a_second_pass(
     assert [each.side("unimem") for each in got.cases] == [ours([1.0]), ours([2.0])]
 
 
-def test_passes_share_the_seconds_that_are_left(monkeypatch: Patch) -> None:
+def test_first_passes_share_the_seconds_that_are_left(monkeypatch: Patch) -> None:
     names = ["calls", "decode", "gguf"]
-    passes = [each for each in runs.schedule(names, quick=True) if each.number == 1]
+    passes = runs.schedule(names, quick=True)
+    assert len(passes) > 3, "some are second ones"
     monkeypatch.setattr(runs, "time", Mock(monotonic=lambda: 100.0))
     share = runs.QUICK_S / 5
     assert runs._limits(passes, 100.0) == (100 + share, 100 + 2 * share + 2)

@@ -128,7 +128,23 @@ def test_without_safetensors_the_rest_is_measured(folder: Path, monkeypatch: Pat
     case = case_of("load/safetensors-one-thread")
     record = run_case(case, folder, monkeypatch)
     check_case(case, record)
-    assert record.left_out == {load.SAFETENSORS: "safetensors is not installed"}
+    missing = "safetensors is not installed"
+    assert record.left_out == {load.SAFETENSORS: missing, load.MAPPED_BY_TORCH: missing}
+
+
+@pytest.mark.slow  # imports torch
+@pytest.mark.usefixtures("small")
+def test_safetensors_is_compared_without_a_copy_too(folder: Path, monkeypatch: Patch) -> None:
+    pytest.importorskip("torch", reason="torch (extra torch) is not installed")
+    torch = pytest.importorskip("safetensors.torch", reason="pip install safetensors")
+    tensors = torch.load_file(weight_file(folder, "safetensors", 2).path)
+    with open("/proc/self/maps") as maps:
+        held = [line.split()[0].split("-") for line in maps if ".safetensors" in line]
+    for tensor in tensors.values():
+        assert any(int(a, 16) <= tensor.data_ptr() < int(b, 16) for a, b in held), "it was copied"
+    del tensors
+    record = run_case(case_of("load/safetensors-one-thread"), folder, monkeypatch)
+    assert load.MAPPED_BY_TORCH in [side.name for side in record.sides]
 
 
 @pytest.mark.usefixtures("small_files")

@@ -693,7 +693,7 @@ def test_wrong_options(up: Upload) -> None:
     refused: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"threads": 0}, ValueError, "threads: expected an integer from 1 on, got 0"),
         ({"staging_bytes": RING - 1}, ValueError, f"at least {RING}, .*got {RING - 1}"),
-        ({"staging_bytes": "32M"}, TypeError, "integer"),
+        ({"staging_bytes": "32X"}, ValueError, "expected a size such as"),
         ({"stream": "default"}, TypeError, "expected a CUDA stream, got str"),
     ]
     for options, kind, message in refused:

@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -64,6 +65,35 @@ def test_batches_of_any_size_give_what_single_tokens_give(decoder: Decoder) -> N
             logits = decoder.prefill(part)
         np.testing.assert_allclose(logits, expected, atol=1e-2 * expected.std())
         assert greedy(decoder, 8) == then
+
+
+@pytest.mark.parametrize("window", [None, 64])
+def test_tokens_that_a_conversation_begins_with_stay(model: Path, window: int | None) -> None:
+    first, last = tokens(150), tokens(30, seed=1)
+    with Decoder(model, ctx=CTX, threads=1, window=window) as decoder:
+
+        def n_computed(ids: list[int]) -> int:
+            with patch.object(
+                Decoder, "prefill", autospec=True, side_effect=Decoder.prefill
+            ) as prefill:
+                decoder.set_tokens(ids)
+            assert decoder.token_ids.tolist() == ids
+            return sum(len(call.args[1]) for call in prefill.call_args_list)
+
+        assert n_computed(first) == 150
+        assert n_computed(first) == 1
+        assert n_computed(first + last) == 30
+        then = greedy(decoder, 8)
+        assert n_computed(first[:100]) == (1 if window is None else 100)
+        assert n_computed(first + last) == 80
+        assert greedy(decoder, 8) == then == after(decoder, first + last, 8)
+        for ids, error in (([], ValueError), ([-1], ValueError), ([1] * 301, um.CacheFull)):
+            with pytest.raises(error):
+                decoder.set_tokens(ids)
+        assert decoder.token_ids[:-8].tolist() == first + last
+        decoder.kv.trim_to(20)
+        if window is None:
+            assert n_computed(first) == 150
 
 
 def test_rows_beyond_the_conversation_have_no_influence(model: Path, decoder: Decoder) -> None:

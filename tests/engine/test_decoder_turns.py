@@ -281,6 +281,7 @@ CALLS: dict[str, tuple[bool, Callable[[Decoder, Path], object]]] = {
     "reset": (True, lambda decoder, _: decoder.reset()),
     "resume": (True, lambda decoder, path: decoder.resume(path)),
     "save_session": (True, lambda decoder, path: decoder.save_session(f"{path}.again")),
+    "set_tokens": (True, lambda decoder, _: decoder.set_tokens([1, 5])),
     "token_ids": (True, lambda decoder, _: decoder.token_ids),
     "tokenize": (False, lambda decoder, _: decoder.tokenize("Once")),
     "tokenizer": (False, lambda decoder, _: decoder.tokenizer),

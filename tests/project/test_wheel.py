@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from project.test_readme import EXAMPLES, OF_TORCH
 from support.project.building import run, tool
 from support.project.checkout import ROOT
 from support.project.native_page import IN_CHECKOUT, MODEL, PRINTED, blocks, runs, write_programs
@@ -47,6 +49,7 @@ NEEDED = {
 # The embedded model is 1.1 MB of both.
 MOST_WHEEL_BYTES = 3_400_000
 MOST_SDIST_BYTES = 4_000_000
+INSTALL_RUN = "pip install ./ggml '.[run]'"
 BACKEND = "from scikit_build_core.build import build_sdist; print(build_sdist({folder!r}))"
 
 # -S excludes .pth files, and so the editable install; the dependencies are on the path.
@@ -143,7 +146,12 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make an environment with the wheel, its dependencies, and tools to build a Cython module."""
     folder = tmp_path_factory.mktemp("environment")
     run(sys.executable, "-m", "venv", folder)
-    run(folder / "bin/pip", "install", "--quiet", wheel, "cython>=3.1", "setuptools>=77")
+    install = [str(folder / "bin/pip"), "install", "--quiet", str(wheel)]
+    install += ["cython>=3.1", "setuptools>=77"]
+    done = subprocess.run(install, capture_output=True, text=True, check=False)
+    if "Retrying" in done.stderr and done.returncode:
+        pytest.skip(f"nothing was tried in an empty environment, without an index: {done.stderr}")
+    assert done.returncode == 0, done.stderr
     return folder
 
 
@@ -162,6 +170,71 @@ def test_an_empty_environment_passes_the_smoke_test(environment: Path) -> None:
     script = ROOT / "tools/wheels/smoke.py"
     told = json.loads(run_in(environment, "-I", script, packages(environment)))
     assert told["python"] == sys.version.split()[0]
+
+
+def without_extras(
+    environment: Path, folder: Path, *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python there, in a folder; it may fail."""
+    command = ["env", "-u", "PYTHONPATH", str(environment / "bin/python"), *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.uncounted
+def test_examples_run_without_extras_or_say_what_is_missing(
+    environment: Path, tmp_path: Path
+) -> None:
+    for name, text in EXAMPLES.items():
+        folder = tmp_path / name.replace("/", "-")
+        folder.mkdir()
+        done = without_extras(environment, folder, "-I", "-c", text)
+        if name in OF_TORCH:
+            assert "No module named 'torch'" in done.stderr, name
+        elif "import Decoder" in text:
+            assert f"the extra 'run': {INSTALL_RUN}" in done.stderr, name
+        else:
+            assert (done.returncode, done.stderr) == (0, ""), name
+
+
+@pytest.mark.uncounted
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ("--version", rf"unimem {VERSION}"),
+        ("--help", r" +plan +.*"),
+        (f"inspect {ROOT / MODEL}", r"architecture llama"),
+        (f"plan {ROOT / MODEL}", r"Fits: .*"),
+        ("report PID", r"total +.*"),
+        ("doctor", r"kernel +Linux .*"),
+    ],
+)
+def test_commands_run_without_extras(
+    environment: Path, tmp_path: Path, arguments: str, shown: str
+) -> None:
+    words = arguments.replace("PID", str(os.getpid())).split()
+    done = without_extras(environment, tmp_path, "-m", "unimem", *words)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(f"^{shown}$", done.stdout, re.M), done.stdout
+    says = "ggml" in " ".join(done.stdout.split()) and "the extra 'run'" in done.stdout
+    assert says == arguments.startswith("plan"), "a plan says what `unimem run` needs"
+
+
+@pytest.mark.uncounted
+@pytest.mark.parametrize(
+    ("arguments", "extra"),
+    [
+        ("run", "run"),
+        (f"chat {ROOT / MODEL}", "run"),
+        ("plan https://127.0.0.1:1/model.gguf", "remote"),
+        ("metrics", "metrics"),
+    ],
+)
+def test_commands_name_the_extra_that_they_need(
+    environment: Path, tmp_path: Path, arguments: str, extra: str
+) -> None:
+    done = without_extras(environment, tmp_path, "-m", "unimem", *arguments.split())
+    assert f"install unimem-llm with the extra '{extra}': pip install " in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.uncounted

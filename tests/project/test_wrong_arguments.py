@@ -176,6 +176,7 @@ ENGINE_CALLS: dict[str, Callable[[Things], Call]] = {
     "Decoder.put_aside": of_decoder("put_aside", store=lambda t: t.store()),
     "Decoder.resume": of_decoder("resume", path=lambda t: t.saved()),
     "Decoder.save_session": of_decoder("save_session", path=lambda t: t.folder / "session"),
+    "Decoder.set_tokens": of_decoder("set_tokens", tokens=[1]),
     "Decoder.tokenize": of_decoder("tokenize", text="a", add_bos=False, special=False),
 }
 STATE = llama_states.state()

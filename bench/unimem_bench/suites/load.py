@@ -35,6 +35,7 @@ QUICK_TENSORS = 4  # 256 MiB
 QUICK_MAP_TENSORS = 16
 BUFFER_BYTES = 256 * MB  # the target of the limit, used again and again
 SAFETENSORS = "safetensors load_file"
+MAPPED_BY_TORCH = "safetensors load_file for torch, without a copy"
 MEMCPY = "C memcpy to memory that is there"
 AS_WRITTEN, IN_FOLIOS = "the file, as it was written", "the file, in large folios"
 
@@ -140,16 +141,23 @@ for n, word in ((1, "one thread"), (2, "two threads")):
     )(partial(mapped, n))
 
 
+def address_of_numpy(array: NDArray[Any]) -> int:
+    """Return where an array begins; torch's tensors have `data_ptr` for it."""
+    return array.ctypes.data
+
+
 def load_file_and_scan(
-    load_file: Callable[[Path], dict[str, NDArray[Any]]], file: WeightFile, cpus: Sequence[int]
+    load_file: Callable[[Path], dict[str, Any]],
+    address: Callable[[Any], int],
+    file: WeightFile,
+    cpus: Sequence[int],
 ) -> float:
     """Load a file with safetensors and read every byte of its arrays; ms."""
-    arrays: dict[str, NDArray[Any]] = {}
+    arrays: dict[str, Any] = {}
 
     def run() -> None:
         arrays.update(load_file(file.path))
-        ranges = [(array.ctypes.data, array.nbytes) for array in arrays.values()]
-        file.check(plain.scan(ranges, cpus)[1])
+        file.check(plain.scan([(address(a), a.nbytes) for a in arrays.values()], cpus)[1])
 
     return milliseconds(run)
 
@@ -158,10 +166,14 @@ def safetensors(n_threads: int, measure: Measure) -> None:
     """Open a safetensors file in the page cache, and read all of it once."""
     cpus, file = measure.pin(n_threads), hot_file(measure, "safetensors")
     peers = {}
-    if measure.installed("safetensors", SAFETENSORS):
+    if measure.installed("safetensors", SAFETENSORS, MAPPED_BY_TORCH):
         load_file = importlib.import_module("safetensors.numpy").load_file
-        theirs = partial(load_file_and_scan, load_file, file, cpus)
+        theirs = partial(load_file_and_scan, load_file, address_of_numpy, file, cpus)
         peers[SAFETENSORS] = in_state(partial(ready, file.nbytes, cpus), theirs)
+        if measure.installed("torch", MAPPED_BY_TORCH):
+            load_file = importlib.import_module("safetensors.torch").load_file
+            address = importlib.import_module("torch").Tensor.data_ptr
+            peers[MAPPED_BY_TORCH] = partial(load_file_and_scan, load_file, address, file, cpus)
     ours = {"unimem": partial(open_and_scan, file, cpus)}
     limits = {"C, reading what is mapped": reading_what_is_mapped(file, cpus)}
     measure.compare(ours, peers, limits, rounds=5, warmup=1)

@@ -52,7 +52,6 @@ from unimem.cli.options import (
 from unimem.errors import CacheFull, FormatError
 from unimem.governor import Governor
 from unimem.kv.store.store import KVStore
-from unimem.kv.token_ids import n_common, token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -109,6 +108,14 @@ class Dialogue:
             self.messages += [said, Message("assistant", "".join(pieces).strip())]
 
     @property
+    def aside(self) -> str | None:
+        """What a governor put aside, and where."""
+        if not self.decoder.kv.is_empty:
+            return None
+        aside: str | None = self.decoder.report().facts["put_aside"]
+        return aside
+
+    @property
     def is_full(self) -> bool:
         """Whether the context has no room for another token."""
         return self.decoder.kv.next_position >= self.decoder.ctx
@@ -122,29 +129,15 @@ class Dialogue:
 
     def _compute(self, ids: list[int]) -> None:
         """Make these tokens the content of the cache."""
-        with self.decoder._turn:  # no governor puts them aside meanwhile
-            self.decoder._bring_back()
-            self._compute_behind(ids)
-
-    def _compute_behind(self, ids: list[int]) -> None:
-        decoder, kv = self.decoder, self.decoder.kv
-        if len(ids) >= decoder.ctx:
+        if len(ids) >= (most := self.decoder.ctx):
             raise CacheFull(
                 f"the conversation has {format_count(len(ids), 'token')}, and the context holds "
-                f"{decoder.ctx:,}: /clear begins anew, or start with a larger --ctx",
-                decoder.ctx,
-                kv.seq_len,
+                f"{most:,}: /clear begins anew, or start with a larger --ctx",
+                most,
+                self.decoder.kv.seq_len,
                 len(ids),
             )
-        # The last one is computed in any case, for its logits.
-        n_same = n_common(decoder.token_ids, token_ids(ids[:-1]))
-        n_kept = kv.seq_len - (kv.next_position - n_same)  # a window has dropped others
-        try:
-            kv.crop(n_kept)
-        except (ValueError, RuntimeError):  # a window does not reach back so far
-            decoder.reset()
-            n_same = 0
-        decoder.prefill(ids[n_same:])
+        self.decoder.set_tokens(ids)
 
     def _generate(self) -> Iterator[str]:
         tokenizer = self.decoder.tokenizer
@@ -317,8 +310,8 @@ def _read() -> str | None:
 
 def _answer(talk: Dialogue, line: str) -> None:
     flow, at_start = terminal.Flow(), True
-    if aside := talk.decoder._aside:
-        terminal.show(f"Memory was short: what was put aside is read again: {escape(str(aside))}\n")
+    if aside := talk.aside:
+        terminal.show(f"Memory was short: what was put aside is read again: {escape(aside)}\n")
     with closing(talk.answer(line)) as pieces:
         for piece in pieces:
             text = escape(piece, keeps_lines=True)
@@ -352,7 +345,7 @@ def _obey(talk: Dialogue, command: str, path: str = "") -> bool:
 
 def _memory(talk: Dialogue) -> str:
     lines = memory_lines(terminal.surface(), talk.decoder.report().rows)
-    if aside := talk.decoder._aside:
+    if aside := talk.aside:
         return "\n".join([*lines, "", f"put aside while memory was short: {aside}", ""])
     used = f"{talk.decoder.kv.next_position:,} of {talk.decoder.ctx:,} tokens of context used"
     return "\n".join([*lines, "", used, ""])

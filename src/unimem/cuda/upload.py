@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from unimem._core.arrays import array_within
+from unimem._core.arrays import array_within, checked_nbytes
 from unimem._core.tape import DeviceTape
 from unimem.backends.cuda_driver import Driver
 from unimem.base.arguments import integer
@@ -57,7 +57,7 @@ def to_device(
     *,
     progress: Progress | None,
     threads: int | None,
-    staging_bytes: int | None,
+    staging_bytes: int | str | None,
     stream: Any,
 ) -> dict[str, Any]:
     """Copy the tensors of a model to the GPU: see `Weights.to_device`."""
@@ -104,8 +104,10 @@ def _array(driver: Driver, region: Any, tensor: Tensor, at: int) -> Any:
     return driver.array(memory, region.data.ptr - memory.ptr + at, dims, descr)
 
 
-def _slot_bytes(staging_bytes: int | None) -> int:
-    asked = STAGING_BYTES if staging_bytes is None else integer(staging_bytes, "staging_bytes")
+def _slot_bytes(staging_bytes: int | str | None) -> int:
+    asked = STAGING_BYTES
+    if staging_bytes is not None:
+        asked = checked_nbytes(staging_bytes, "staging_bytes")
     # Pinning more costs more than larger slots save: on an H200 512 MiB halved the speed.
     slot = min(asked, STAGING_BYTES) // N_SLOTS // mmap.PAGESIZE * mmap.PAGESIZE
     if slot < 1:

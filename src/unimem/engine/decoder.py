@@ -32,6 +32,7 @@ from unimem.kv import snapshot
 from unimem.kv.cache.cache import KVCache
 from unimem.kv.cache.layered import LayeredKVCache
 from unimem.kv.store.store import KVStore
+from unimem.kv.token_ids import n_common
 from unimem.kv.types import GGML_TYPES, kv_pair
 from unimem.layout import Layout
 from unimem.models.dims import ModelDims
@@ -771,6 +772,53 @@ class Decoder:
             self._forward.require_room(len(checked))
             self._take_in(checked)
             return self.logits
+
+    def set_tokens(self, tokens: Iterable[int]) -> NDArray[Any]:
+        """Make tokens the whole conversation: those at its beginning stay, others are computed.
+
+        A chat or a server passes all tokens of a conversation each time. The last one is computed
+        in any case, for its logits. A conversation that was put aside is read again before.
+
+        Parameters
+        ----------
+        tokens : iterable of int
+            At least one token id.
+
+        Returns
+        -------
+        ndarray
+            As of `prefill`.
+
+        Raises
+        ------
+        ValueError
+            No tokens, or a token that the model does not have. The conversation is as before.
+        CacheFull
+            They are more than the context. The conversation is as before.
+        OSError
+            As for `prefill`. The conversation ends with the tokens that stay.
+        """
+        self._check_open()
+        checked = _checked_tokens(tokens, self.dims.vocab_size)
+        if len(checked) > self.ctx:
+            raise CacheFull(
+                f"{len(checked)} tokens do not fit in the context of {self.ctx}: take fewer, or a "
+                "larger ctx",
+                self.ctx,
+                0,
+                len(checked),
+            )
+        with self._turn:
+            self._bring_back()
+            kv, n_same = self.kv, n_common(self.token_ids, checked[:-1])
+            try:
+                if not self._history.is_cut and kv.seq_len != kv.next_position:
+                    raise ValueError("tokens were trimmed")
+                kv.crop(kv.seq_len - (kv.next_position - n_same))  # a window has dropped others
+            except (ValueError, RuntimeError):  # a window does not reach back so far
+                self.reset()
+                n_same = 0
+            return self.prefill(checked[n_same:])
 
     def generate_next_token(
         self,

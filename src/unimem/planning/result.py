@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
+from importlib.util import find_spec
 from pathlib import PurePath
 from shlex import quote
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from typing import Any, Literal
 from unimem.accounting.report_html import colors_of
 from unimem.accounting.row import Row, find_row
 from unimem.base.html import Html, bar, facts, fragment, heading, join, size, stack, table
+from unimem.base.install_hint import install_hint
 from unimem.base.text import (
     Bar,
     Surface,
@@ -497,6 +499,8 @@ def _facts(plan: Plan, path: str) -> dict[str, str]:
     runner = ""
     if plan.engine == "unimem" and runs:
         kind = f"{kind}: unimem run runs it"
+        if find_spec("unimem_ggml") is None:
+            runner = f"not yet, without ggml: {install_hint('run')}"
     elif is_gguf:
         runner = f"llama-server runs it; unimem run {'does, too' if runs else 'does not'}"
     elif path:

@@ -436,7 +436,7 @@ class Weights(Contents):
         *,
         progress: Progress | None = None,
         threads: int | None = None,
-        staging_bytes: int | None = None,
+        staging_bytes: int | str | None = None,
         stream: Any = None,
     ) -> dict[str, Any]:
         """Copy the tensors to a GPU.
@@ -454,7 +454,7 @@ class Weights(Contents):
             second; and at the end once with both the same.
         threads : int, optional
             Number of reading threads, at most 16; by default the CPUs of the process, at most 12.
-        staging_bytes : int, optional
+        staging_bytes : int or str, optional
             Pinned memory, given back at the end: 32 MiB by default and at most, since pinning more
             costs more than it saves. A small file takes less.
         stream : object, optional

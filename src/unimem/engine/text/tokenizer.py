@@ -199,6 +199,9 @@ class Tokenizer:
         """
         return cls(metadata)
 
+    def __repr__(self) -> str:
+        return f"Tokenizer({self.n_vocab} tokens, bos {self.bos_id}, eos {self.eos_id})"
+
     def _find_ends(self, metadata: Mapping[str, Any], ids: Mapping[str, int]) -> frozenset[int]:
         """Find the ids that end a generation, and mark tokens known by text as control tokens."""
         ends = {ids[text] for text in _END_TEXTS if text in ids}

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from unimem._core.arrays import checked_nbytes
 from unimem.base.arguments import integer, string
 from unimem.base.closing import Closing
 from unimem.kv.store.engine_chunks import EngineChunks
@@ -120,11 +121,13 @@ class EngineStore(Closing):
         return repr(self._store)
 
 
-def check_budgets(engine: str, chunk_bytes: int, ram_bytes: int, disk_bytes: int | None) -> None:
+def check_budgets(
+    engine: str, chunk_bytes: int, ram_bytes: int | str, disk_bytes: int | str | None
+) -> None:
     """Raise ValueError if a chunk does not fit into a budget that is not 0."""
     least = chunk_bytes + _BESIDE_BYTES
     for name, budget in (("ram_bytes", ram_bytes), ("disk_bytes", disk_bytes)):
-        if budget is not None and 0 < integer(budget, name, 0) < least:
+        if budget is not None and 0 < checked_nbytes(budget, name) < least:
             raise ValueError(
                 f"{name}: expected 0, or at least {least} for one chunk of {engine}, got {budget}"
             )

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from unimem._core.arrays import checked_nbytes
 from unimem.base.arguments import file_path, integer, one_of
 from unimem.base.cache_folder import cache_folder, check_own_folder, default_bytes
 from unimem.base.closing import Closing
@@ -173,11 +174,11 @@ class KVStore(Closing):
         A folder that belongs to this user alone; a missing folder is made. Or the URL of a prefix,
         such as ``s3://bucket/prefix`` (``http://`` is read-only), with a folder of this user's
         cache in front of the server. See docs/remote.md.
-    ram_bytes : int
+    ram_bytes : int or str
         The bytes of a pool in shared memory (``/dev/shm``), for all processes of this user that
         have the store open. The first of them takes the memory, and the last one frees it. 0 for
         no chunks in RAM.
-    disk_bytes : int, optional
+    disk_bytes : int or str, optional
         The most bytes that chunks take in the folder, 0 for no chunks on disk. The default is a
         tenth of its file system. If processes give different figures, each keeps to its own.
     chunk_tokens : int, default 256
@@ -237,8 +238,8 @@ class KVStore(Closing):
         self,
         where: str | os.PathLike[str],
         *,
-        ram_bytes: int,
-        disk_bytes: int | None = None,
+        ram_bytes: int | str,
+        disk_bytes: int | str | None = None,
         chunk_tokens: int = 256,
         pages: RamPages = "4k",
         numa: str | None = None,
@@ -249,8 +250,8 @@ class KVStore(Closing):
         if not path:
             raise ValueError(f"where: expected a folder or a URL, got {path!r:.60}")
         self.chunk_tokens = integer(chunk_tokens, "chunk_tokens", 1, _MOST_CHUNK_TOKENS)
-        ram = integer(ram_bytes, "ram_bytes", 0)
-        disk = None if disk_bytes is None else integer(disk_bytes, "disk_bytes", 0)
+        ram = checked_nbytes(ram_bytes, "ram_bytes")
+        disk = None if disk_bytes is None else checked_nbytes(disk_bytes, "disk_bytes")
         if ram == 0 and disk == 0 and not is_url(path):
             raise ValueError("ram_bytes, disk_bytes: expected one that is not 0, got 0 and 0")
         one_of(pages, "pages", get_args(RamPages))
