@@ -33,6 +33,10 @@ def test_a_test_is_noted_if_it_takes_much(tmp_path: Path, monkeypatch: pytest.Mo
         pass
     with peaks.noted("much", file):
         bytearray(b"1") * (300 << 20)
+    large = bytearray(b"1") * (300 << 20)
+    with peaks.noted("a child of a large process", file):
+        subprocess.run(["true"], check=True)
+    del large
     ((name, peak, taken),) = map(json.loads, file.read_text().splitlines())
     assert name == "much"
     assert 290 <= taken <= peak
