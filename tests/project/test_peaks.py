@@ -1,4 +1,8 @@
-"""No test takes much memory: ``pytest --all --peaks tests/project/data/peaks.jsonl`` notes it."""
+"""No test takes much memory. The record is made by::
+
+PYTEST_ADDOPTS=--peaks=$PWD/build/peaks.jsonl make test-all
+sort build/peaks.jsonl > tests/project/data/peaks.jsonl
+"""
 
 from __future__ import annotations
 
