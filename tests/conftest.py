@@ -111,7 +111,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    known_state.begin()
+    # Workers of pytest-xdist read the options of the environment themselves.
+    known_state.begin({"PYTEST_ADDOPTS"} if getattr(config.option, "numprocesses", 0) else ())
     # A machine with a GPU may lack pytest-xdist.
     config.addinivalue_line("markers", "xdist_group(name): in one worker, one after the other")
     config.addinivalue_line("markers", "locks: locks some MiB of memory")

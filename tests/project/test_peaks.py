@@ -1,8 +1,15 @@
-"""No test takes much memory: ``pytest --all --peaks tests/project/data/peaks.jsonl`` notes it."""
+"""No test takes much memory. The record is made by::
+
+PYTEST_ADDOPTS=--peaks=$PWD/build/peaks.jsonl make test-all
+sort build/peaks.jsonl > tests/project/data/peaks.jsonl
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,7 +36,19 @@ def test_a_test_is_noted_if_it_takes_much(tmp_path: Path, monkeypatch: pytest.Mo
     with peaks.noted("little", file):
         pass
     with peaks.noted("much", file):
-        bytearray(b"1") * (64 << 20)
+        bytearray(b"1") * (300 << 20)
+    large = bytearray(b"1") * (300 << 20)
+    with peaks.noted("a child of a large process", file):
+        subprocess.run(["true"], check=True)
+    del large
     ((name, peak, taken),) = map(json.loads, file.read_text().splitlines())
     assert name == "much"
-    assert 60 <= taken <= peak
+    assert 290 <= taken <= peak
+
+
+@pytest.mark.slow
+def test_workers_note_tests_where_the_environment_asks_for_it(tmp_path: Path) -> None:
+    file, test = tmp_path / "peaks", test_a_test_is_noted_if_it_takes_much.__name__
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "1", f"{__file__}::{test}"]
+    subprocess.run(command, env=os.environ | {"PYTEST_ADDOPTS": f"--peaks={file}"}, check=True)
+    assert test in file.read_text()

@@ -142,20 +142,42 @@ def test_an_interrupted_pass_is_rolled_back() -> None:
         assert {layer.get_seq_length() for layer in cache.layers} == {4}
 
 
+@pytest.mark.parametrize(("kind", "n"), [("llama", N), ("gemma", 4), ("gemma", N)])
 @pytest.mark.parametrize("there_first", [True, False])
-def test_sessions_go_on_in_the_other_memory(there_first: bool, tmp_path: Path) -> None:
-    model, path = tiny.model("llama", "bfloat16"), tmp_path / "chat.kv"
+def test_sessions_go_on_in_the_other_memory(
+    there_first: bool, kind: str, n: int, tmp_path: Path
+) -> None:
+    model, path = tiny.model(kind, "bfloat16"), tmp_path / "chat.kv"
     devices = (0, None) if there_first else (None, 0)
     with KVCache.for_model(model, device=devices[0]) as cache:
-        first = talk(model, cache, tiny.prompts(2, N))
+        first = talk(model, cache, tiny.prompts(2, n), 3)
         cache.save(path, tokens=first)
-        expected = talk(model, cache, first).tolist()
-    with (
-        patch.object(cache_module, "device_of", lambda _: devices[1]),
-        KVCache.restore(path, model=model, tokens=first) as again,
-    ):
-        assert again.get_seq_length() == first.shape[1] - 1
-        assert talk(model, again, first).tolist() == expected
+        expected = talk(model, cache, first, 30).tolist()
+    for device in devices[::-1]:  # there, and back again
+        with (
+            patch.object(cache_module, "device_of", lambda _, device=device: device),
+            KVCache.restore(path, model=model, tokens=first) as again,
+        ):
+            again.save(path, tokens=first)
+            again.batch_select_indices(torch.tensor([1, 0]))
+            again.reorder_cache(torch.tensor([1, 0]))
+            assert again.get_seq_length() == first.shape[1] - 1
+            assert talk(model, again, first, 30).tolist() == expected
+
+
+def test_a_session_of_a_ring_goes_back_as_far_as_its_window(tmp_path: Path) -> None:
+    model, path = tiny.model("mistral"), tmp_path / "chat.kv"
+    with here(model) as cache:
+        for layer in cache.layers:
+            layer.update(*tiny.states(N))
+        cache.save(path)
+    with KVCache.restore(path, model=model) as again:
+        with pytest.raises(ValueError, match="last 2 tokens cannot be dropped, since a window"):
+            again.crop(-2)
+        again.crop(-1)
+        assert again.layers[0].keys.shape[2] == tiny.WINDOW - 1
+        again.crop(1 - N)
+        assert again.layers[0].keys is None
 
 
 @pytest.mark.parametrize("there_first", [True, False])

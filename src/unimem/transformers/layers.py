@@ -37,6 +37,7 @@ __all__ = [
     "Tensors",
     "as_tensor",
     "check_gradients",
+    "dims_of",
     "fits",
     "no_copy",
     "stream_numbers",
@@ -175,6 +176,9 @@ class Group:
                 "a cache where the model is"
             )
 
+    def sync(self) -> None:
+        """Do nothing: tokens are counted by the host."""
+
     def make_room(self, n: int) -> None:
         """Do nothing: memory is taken as tokens arrive."""
 
@@ -222,13 +226,18 @@ class Group:
             return
         # The first position of the window after the crop; the next token attends from the next one.
         shown = self.kv.next_position - n - self.window
-        there = self.kv._body._oldest_position()
+        there = self.overwritten()
         if max(0, shown + 1) < max(self.oldest, there) or (n and max(0, shown) < there):
             raise ValueError(
                 f"KVCache.crop: the last {n} tokens cannot be dropped, since a window of "
                 f"{self.window} has not kept those before them: reset(), and compute them anew; "
                 f"spare_rows= keeps more (it is {self.options.spare_rows})"
             )
+
+    def overwritten(self) -> int:
+        """Return the first position whose row the cache still has."""
+        first: int = self.require()._body._oldest_position()
+        return first
 
     def crop(self, n: int) -> None:
         """Drop the last n tokens, after `check_crop`."""
@@ -313,14 +322,14 @@ class Group:
         if kv is None:
             return None
         made = self.make((len(source), *self.dims[1:]), (kv.dtype, kv.v_dtype), budget_bytes)
-        n, position = kv.seq_len, kv.next_position
+        n, position = min(kv.seq_len, self.window or kv.seq_len), kv.next_position
         row = 0 if self.window is None else (position - n) % made.n_rows
         try:
             made._body._begin_restore(position, n)
             for layer in range(len(self.lengths)):
                 parts = zip(made._body._all_rows(layer), kv.layer(layer), strict=True)
                 for new, old in parts:
-                    new[:, :, row : row + n] = old[source]
+                    new[:, :, row : row + n] = old[source, :, old.shape[2] - n :]
             made._body._finish_restore(position, n)
         except BaseException:
             made.__exit__()

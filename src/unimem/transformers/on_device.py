@@ -115,8 +115,16 @@ class DeviceGroup(Group):
         super().adopt(kv)
         self.grows = self._is_replaced
 
-    def check_crop(self, n: int) -> None:
-        """Do nothing: all tokens are there."""
+    def overwritten(self) -> int:
+        """Return 0: rows are not overwritten."""
+        return 0
+
+    def crop(self, n: int) -> None:
+        """Drop the last n tokens, after `check_crop`."""
+        if self.kv is not None and n == self.kv.next_position:
+            self.clear()  # with those that a session lacks
+        else:
+            super().crop(n)
 
     def keep(self, prompt: Prompt) -> None:
         """Do nothing: all tokens stay, also those behind a window."""
@@ -130,7 +138,7 @@ class DeviceGroup(Group):
         for layer in range(len(self.lengths)) if layers is None else layers:
             for rows in kv._tensors(layer):
                 to, from_ = (torch.from_numpy(i).to(rows.device) for i in (moved, source[moved]))
-                held = rows.narrow(2, 0, self.lengths[layer])
+                held = rows.narrow(2, 0, self.lengths[layer] - self.oldest)
                 held[to] = held[from_]
 
     def select(self, source: npt.NDArray[np.int64], budget_bytes: int | None) -> Any:
@@ -138,16 +146,16 @@ class DeviceGroup(Group):
         if self.kv is None:
             return None
         kv: Any = self.kv
-        n = kv.next_position
-        self.expected = max(self.expected, n)
+        n, position = kv.seq_len, kv.next_position
+        self.expected = max(self.expected, position)
         made = self.make((len(source), *self.dims[1:]), (kv.dtype, kv.v_dtype), budget_bytes)
         try:
-            made._begin_restore(n, n)
+            made._begin_restore(position, n)
             for layer in range(len(self.lengths)):
                 for new, old in zip(made._tensors(layer), kv._tensors(layer), strict=True):
                     index = torch.from_numpy(source).to(old.device)
                     new.narrow(2, 0, n).copy_(old.narrow(2, 0, n).index_select(0, index))
-            made._finish_restore(n, n)
+            made._finish_restore(position, n)
         except BaseException:
             made.__exit__()
             raise
@@ -202,4 +210,5 @@ class DeviceLayer(Layer):
             keys, values = operator.append(self._place, key_states, value_states, [], shown)
             return keys, values
         operator.append(self._place, key_states, value_states, [*rows], 0)
-        return rows[0].narrow(2, first, shown), rows[1].narrow(2, first, shown)
+        row = first - group.oldest
+        return rows[0].narrow(2, row, shown), rows[1].narrow(2, row, shown)

@@ -174,22 +174,31 @@ def _restored(
 ) -> KVCache:
     """Make the cache of a group, beside those that are made already."""
     facts = snapshot.describe(path)
-    if facts.window != group.ring or facts.n_layers != len(group.lengths):
-        rule = f"{len(group.lengths)} layers of window {group.ring}"
+    if facts.window not in (None, group.window) or facts.n_layers != len(group.lengths):
+        rule = f"{len(group.lengths)} layers of window {group.window}"
         got = f"{facts.n_layers} of window {facts.window}"
         raise SnapshotError(f"expected {rule}, got {got}: save anew", path=path)
     dtypes = facts.dtype, facts.v_dtype
     group.options = replace(group.options, dtype=dtypes, rotate=facts.rotate)
-    if mapped and group.window is None and group.options.device is None:
+    # A device's cache may have room for few more tokens, and what is mapped gets no more.
+    has_room = facts.grow or facts.max_seq_len >= group.options.least_seq_len
+    if mapped and has_room and group.window is None and group.options.device is None:
         return KVCache.restore(path, tokens=tokens, model=model, verify=verify)
     budget = group.options.budget_bytes
     if budget is not None:
         budget -= sum(kv.capacity_bytes for kv in before)
     dims = facts.batch, facts.n_kv_heads, facts.head_dim, facts.v_head_dim
     group.expected = facts.next_position
+    if group.ring is not None and facts.window is None:  # of a device, which has no rings
+        with KVCache.restore(path, tokens=tokens, model=model, verify=verify is not False) as whole:
+            group.kv, group.dims = whole, dims
+            kv = group.select(np.arange(facts.batch), budget)
+            group.kv = None
+            assert kv is not None
+            return kv
     kv = group.make(dims, dtypes, budget)
     try:
-        snapshot.read_into(kv, path, tokens, model)
+        snapshot.read_into(kv, path, tokens, model, last=group.ring is None)
     except BaseException:
         kv.__exit__()
         raise
@@ -203,6 +212,7 @@ def _check(kv: KVCache, group: Group, path: str) -> None:
         if (got := getattr(kv, name)) != wanted:
             rule = f"expected a cache with {name}={wanted!r}, got {got!r}: save anew"
             raise SnapshotError(rule, path=path)
-    if group.ring is None and kv.seq_len != kv.next_position:
-        rule = f"expected all {kv.next_position} tokens, got the last {kv.seq_len}: save anew"
+    least = kv.next_position if group.window is None else min(group.window - 1, kv.next_position)
+    if kv.seq_len < least:
+        rule = f"expected the last {least} tokens, got {kv.seq_len}: save anew"
         raise SnapshotError(rule, path=path)

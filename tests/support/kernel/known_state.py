@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
 # Variables that change the behaviour or output of unimem, Python, or a program that a test starts.
@@ -31,8 +32,11 @@ _DEFAULT = {
 _BEGUN = "PYTEST_XDIST_WORKER"
 
 
-def begin() -> None:
-    """Set signals, umask, limits and variables of this process and of its children."""
+def begin(kept: Collection[str] = ()) -> None:
+    """Set signals, umask, limits and variables of this process and of its children.
+
+    Variables in `kept` stay as they are.
+    """
     _set_signals()
     os.umask(0o022)
     for limit in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE):
@@ -42,7 +46,7 @@ def begin() -> None:
         resource.setrlimit(limit, (soft, hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     for name in (*_VARIABLES, *(name for name in os.environ if name.startswith("UNIMEM_"))):
-        if name not in _KEPT:
+        if name not in {*_KEPT, *kept}:
             os.environ.pop(name, None)
     os.environ.update(_DEFAULT)
     if _BEGUN not in os.environ:

@@ -1,7 +1,8 @@
 """The most memory of each test, for ``pytest --peaks FILE``.
 
 A line of FILE is a test that took more than `NOTED_MIB`: its name, the most MiB of its process, and
-how many of these came with the test. A child counts if it is larger than all before it.
+how many of these came with the test. A child counts if it is larger than all before it, and than
+this process, whose size the kernel counts as that of a child that it starts.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def noted(test: str, file: Path) -> Iterator[None]:
     before, child = _mib("VmRSS"), _of_children()
     yield
     peak, larger = _mib("VmHWM"), _of_children()
-    taken = max(peak - before, larger if larger > child else 0)
+    taken = max(peak - before, larger if larger > max(child, peak) else 0)
     if taken > NOTED_MIB:
         with file.open("a") as out:
             out.write(json.dumps([test, max(peak, taken), taken]) + "\n")

@@ -181,11 +181,14 @@ def read_into(
     path: str | os.PathLike[str],
     tokens: Tokens | None = None,
     model: str | None = None,
+    *,
+    last: bool = False,
 ) -> Snapshot | Any:
     """Read a snapshot into a cleared cache and check all of it; return what `describe` returns.
 
-    The cache has the snapshot's dimensions; `max_seq_len`, `spare_rows` and `grow` may differ. When
-    this raises, the cache is as empty as before.
+    The cache has the snapshot's dimensions; `max_seq_len`, `spare_rows` and `grow` may differ, and
+    with `last` the window: the cache then has the last tokens alone. When this raises, the cache is
+    as empty as before.
 
     Raises
     ------
@@ -199,7 +202,7 @@ def read_into(
         The file cannot be read.
     """
     with opened(path) as file:
-        file.read_into(kv, tokens, model)
+        file.read_into(kv, tokens, model, last=last)
         return file.facts
 
 
@@ -218,7 +221,12 @@ class OpenSnapshot:
             check_data(section, self.source)
 
     def read_into(
-        self, kv: AnyCache, tokens: Tokens | None = None, model: str | None = None
+        self,
+        kv: AnyCache,
+        tokens: Tokens | None = None,
+        model: str | None = None,
+        *,
+        last: bool = False,
     ) -> None:
         """Read it into a cleared cache, as `snapshot.read_into` does."""
         kv = body_of(kv)
@@ -226,7 +234,7 @@ class OpenSnapshot:
         source, snapshot = self.source, self.facts
         ids = None if tokens is None else token_ids(tokens)
         _check_wanted(_sections_of(snapshot)[0], ids, model)
-        pairs = _check_like(kv, snapshot)
+        pairs = _check_like(kv, snapshot, "window" if last else "")
         if snapshot.seq_len > kv.max_seq_len:
             raise CacheFull(
                 f"{snapshot.path}: {snapshot.seq_len} tokens, and the cache has room for "
@@ -317,9 +325,12 @@ def _check_cleared(kv: Cache | CacheOfLayers) -> None:
 
 
 def _check_like(
-    kv: Cache | CacheOfLayers, snapshot: Snapshot | LayersSnapshot
+    kv: Cache | CacheOfLayers, snapshot: Snapshot | LayersSnapshot, other: str
 ) -> list[tuple[Cache, Snapshot]]:
-    """Refuse the snapshot of another kind of cache; return the cache for each of its parts."""
+    """Refuse the snapshot of another kind of cache; return the cache for each of its parts.
+
+    The fact `other` may differ.
+    """
     if isinstance(kv, CacheOfLayers) and isinstance(snapshot, LayersSnapshot):
         keys = ["layers", "batch", "order", "rotate"]
         pairs: list[tuple[Cache, Snapshot]] = list(zip(kv._parts, snapshot.parts, strict=False))
@@ -329,7 +340,7 @@ def _check_like(
         rule = f"the snapshot is of a cache of {there}, and this one is of {here}"
         raise SnapshotError(f"{rule}: make the cache with the same", 8, snapshot.path)
     else:
-        keys, pairs = _SAME, [(kv, snapshot)]
+        keys, pairs = [key for key in _SAME if key != other], [(kv, snapshot)]
     for key in keys:
         there, here = getattr(snapshot, key), getattr(kv, key)
         if there != here:
