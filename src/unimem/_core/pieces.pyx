@@ -423,9 +423,13 @@ cdef class Pieces:
 
     @cython.critical_section
     def stat(self) -> Stat:
-        """Return totals since the creation; see ``um_pieces_stat`` in unimem_pieces.h."""
+        """Return totals since the creation; see ``um_pieces_stat`` in unimem_pieces.h.
+
+        In a forked child all are 0.
+        """
         cdef um.um_pieces_stat now
-        self.check_open()
+        if self.pieces == NULL:
+            self.check_open()
         um.um_pieces_stat_read(self.pieces, &now)
         return dict(now)
 

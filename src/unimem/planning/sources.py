@@ -293,8 +293,15 @@ class FileSource(_HeaderSource):
                 f"load='stream' of {path}: a file on a server is not read for each token: "
                 "'unimem stage' brings it here"
             )
-        if is_mirrored(placement) or any(file.in_memory for file in self._model.files):
-            raise ValueError(f"load='stream' of {path}: expected files on a disk, and one copy")
+        if any(file.in_memory for file in self._model.files):
+            raise ValueError(
+                f"load='stream' of {path}: it is in memory already: load='map' maps it there"
+            )
+        if is_mirrored(placement):
+            raise ValueError(
+                f"load='stream' of {path}: slots are one copy, got numa={placement['numa']!r}: "
+                "numa='interleave' uses the memory of all nodes"
+            )
         return StreamedWeights.of_files(self._contents, self._model, placement, budget)
 
     def _may_gain(self, choice: LoadChoice, placement: PlacementOptions, budget: Budget) -> bool:

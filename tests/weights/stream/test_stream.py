@@ -186,6 +186,19 @@ def test_a_forked_child_has_what_stays_and_no_reads(weights: um.Weights) -> None
     models.check(gate, [0, 5])
 
 
+def test_a_forked_child_reports_no_pieces(weights: um.Weights) -> None:
+    """The report of a child is not lost for a stream of its parent."""
+    models.check(models.streamed(weights)["blk.0.ffn_gate_exps.weight"], [0])
+    stream = models.stream(weights)
+    assert stream.misses == 1
+
+    def in_a_child() -> bool:
+        (found,) = um.report().facts["streams"]
+        return found == stream.to_dict() and found["misses"] == 0 and "0 misses" in repr(stream)
+
+    assert in_child(in_a_child)
+
+
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_slots_hold_what_was_asked_for_after_any_change(data: Any, tmp_path_factory: Any) -> None:
