@@ -14,13 +14,13 @@ import time
 from typing import Any
 
 
-def main(model: str, prompt: str, store: str, paths: list[str]) -> None:
+def main(model: str, prompt: str, store: str, paths: list[str], threads: int = 2) -> None:
     """Print the answer, and the seconds of its parts, in JSON."""
     for path in paths:
         site.addsitedir(path)  # an editable install is found by its .pth file
     llama_cpp: Any = importlib.import_module("llama_cpp")
     llama = llama_cpp.Llama(
-        model, n_ctx=4096, n_threads=2, n_threads_batch=2, seed=1, verbose=False
+        model, n_ctx=4096, n_threads=threads, n_threads_batch=threads, seed=1, verbose=False
     )
     found: dict[str, Any] = {"version": llama_cpp.__version__, "taken": 0.0, "n_taken": 0}
 

@@ -30,6 +30,7 @@ from typing import Any
 
 import unimem
 import vllm_real
+from recorded import short_commit
 
 CHUNK_TOKENS, N_CHUNKS, BLOCK = 64, 8, 16
 SHAPE = "(2,256,16,2,32):float16:2"  # 32 KiB a chunk
@@ -50,29 +51,40 @@ def main() -> int:
         return 0
     shutil.rmtree(given.dir, ignore_errors=True)
     given.dir.mkdir(parents=True)
+    engines = f"LMCache {version('lmcache')}, torch {version('torch')}"
     figures = steps(given.dir)
+    rows = [row_of(engines, "server and engine as processes", figures)]
+    name = "vLLM"
+    through: dict[str, dict[str, Any]] = {}
     if given.vllm:
-        figures |= under_vllm(given.vllm.absolute(), given.dir.absolute())
-    failed = [name for name, figure in figures.items() if figure["got"] != figure["expected"]]
+        name, through = under_vllm(given.vllm.absolute(), given.dir.absolute())
+    rows.append(row_of(f"{engines}, {name}", "vLLM through LMCache's server", through))
+    figures |= through
     print(json.dumps(figures, indent=1))
     if given.record:
-        row = {
-            "version": f"LMCache {version('lmcache')}, torch {version('torch')}",
-            "ran": "real engine",
-            "what": "server and engine as processes: " + ", ".join(figures),
-            "date": datetime.now(UTC).date().isoformat(),
-            "result": f"failed: {', '.join(failed)}" if failed else "passed",
-        }
         record = {
             "door": "LMCache: KVStoreAdapter",
             "module": "unimem.lmcache",
             "command": "make test-lmcache",
-            "unimem": unimem.__version__,
-            "rows": [row],
+            "unimem": f"{unimem.__version__} ({short_commit()})",
+            "rows": rows,
             "figures": {f"{name}_hit_chunks": figure["got"][0] for name, figure in figures.items()},
         }
         given.record.write_text(json.dumps(record, indent=1) + "\n")
-    return 1 if failed else 0
+    return any(row["result"].startswith("failed") for row in rows)
+
+
+def row_of(engines: str, what: str, figures: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Return the row of some steps for tools/doors.py."""
+    failed = [name for name, figure in figures.items() if figure["got"] != figure["expected"]]
+    result = f"failed: {', '.join(failed)}" if failed else "passed"
+    return {
+        "version": engines,
+        "ran": "real engine" if figures else "not run",
+        "what": ": ".join(filter(None, [what, ", ".join(figures)])),
+        "date": datetime.now(UTC).date().isoformat(),
+        "result": result if figures else "missed: without --vllm",
+    }
 
 
 def steps(folder: Path) -> dict[str, dict[str, Any]]:
@@ -108,14 +120,15 @@ def steps(folder: Path) -> dict[str, dict[str, Any]]:
     return figures
 
 
-def under_vllm(env: Path, folder: Path) -> dict[str, dict[str, Any]]:
-    """Return for vLLM's processes the chunks that were hit, and whether their text was right."""
+def under_vllm(env: Path, folder: Path) -> tuple[str, dict[str, dict[str, Any]]]:
+    """Return vLLM's version, and for each process the chunks hit, and if its text is right."""
     (folder / "packages").mkdir()  # what vLLM's environment lacks
     for name in ("lmcache", f"lmcache-{version('lmcache')}.dist-info", "sortedcontainers"):
         (folder / "packages" / name).symlink_to(Path(get_path("purelib"), name))
     run, n = vllm_real.Runs(env, folder, newer=False), vllm_real.PROMPT // CHUNK_TOKENS
     run.call("small", "small")
-    reference, figures = run()["found"][0], {}
+    alone, figures = run(), {}
+    reference = alone["found"][0]
     for name, hit in (("vllm_put", 0), ("vllm_restart", n)):
         store = folder / "vllm-store"
         with server(folder / f"{name}.log", {"where": str(store)}) as port:
@@ -126,7 +139,7 @@ def under_vllm(env: Path, folder: Path) -> dict[str, dict[str, Any]]:
             "expected": [hit, True],
             "got": [found["cached"] // CHUNK_TOKENS, is_right],
         }
-    return figures
+    return f"vLLM {alone['version']}", figures
 
 
 def wait_for_chunks(store: Path, n: int) -> None:

@@ -2,8 +2,12 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import socket
+import struct
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +22,7 @@ from support.servers.llama_server import FakeLlama, answer_to, fake_llama
 from unimem.errors import FormatError
 from unimem.llama_cpp.proxy import RESTORED, SlotProxy
 from unimem.llama_cpp.server import LlamaServer
+from unimem.llama_cpp.slot_file import write_slot_file
 
 SYSTEM = "You are careful. " * 8
 SIZE = 16
@@ -56,6 +61,15 @@ class Served:
             return response.status, response.read(), int(response.getheader(RESTORED, "-1"))
         finally:
             connection.close()
+
+    def send(self, *pieces: bytes) -> socket.socket:
+        """Send bytes of a request, one after the other, and return the connection."""
+        address = urlsplit(self.url)
+        assert address.port is not None
+        client = socket.create_connection((address.hostname, address.port), timeout=30)
+        for piece in pieces:
+            client.sendall(piece)
+        return client
 
     def complete(self, text: str, **more: Any) -> tuple[str, int]:
         """Return an answer, and restored tokens."""
@@ -285,3 +299,223 @@ def test_completions_at_once_have_slots_of_their_own(
         assert one.complete(SYSTEM, id_slot=5)[0] == expected(SYSTEM)
         assert one.fake.bodies[-1]["id_slot"] == 1
     assert found == {text: expected(text) for text in texts}
+
+
+def test_clients_of_one_slot_wait_for_each_other(
+    store: um.KVStore, model: Path, folder: Path
+) -> None:
+    texts = [f"{SYSTEM[: 40 + 20 * i]}{i}" for i in range(4)]
+    found: dict[str, str] = {}
+
+    def ask(one: Served, text: str) -> None:
+        found[text] = one.complete(text, id_slot=0)[0]
+
+    with served(store, model, folder) as one:
+        threads = [threading.Thread(target=ask, args=(one, text)) for text in texts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert found == {text: expected(text) for text in texts}
+    with served(store, model, folder) as two:
+        for text in texts:
+            n = len(text) // SIZE * SIZE
+            assert two.complete(text, id_slot=0)[0] == expected(text)
+            assert two.fake.slots[0][0][:n] == [1, *map(ord, text)][:n]
+    assert (one.log, two.log) == ([], [])
+
+
+# ---- requests of a stranger ----
+
+POST = b"POST /completion HTTP/1.1\r\n"
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (POST + b"Content-Length: abc\r\n\r\n", 400),
+        (POST + b"Content-Length: -1\r\n\r\n", 400),
+        (POST + b"Content-Length: 99999999999999\r\n\r\n", 400),
+        (POST + b"Transfer-Encoding: gzip\r\n\r\n", 400),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\n0x2\r\n{}\r\n0\r\n\r\n", 400),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{}\r\n0\r\n\r\n", 400),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\n3b9aca00\r\n", 400),
+        (POST + b"Content-Length: 2\r\n\r\n[]", 400),
+        (POST + b"Content-Length: 3\r\n\r\n\xff{}", 502),
+        (POST + b'Content-Length: 16\r\n\r\n{"id_slot": 0.5}', 400),
+        (b"GET /\xe9 HTTP/1.1\r\n\r\n", 400),
+        (b"GET /a\x01b HTTP/1.1\r\n\r\n", 400),
+        (b"PATCH /health HTTP/1.1\r\n\r\n", 501),
+        (b"GET /unknown HTTP/1.1\r\n\r\n", 404),
+    ],
+)
+def test_a_malformed_request_is_answered(
+    store: um.KVStore,
+    model: Path,
+    folder: Path,
+    request_: bytes,
+    status: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with served(store, model, folder) as one:
+        with one.send(request_) as client:
+            assert client.recv(12) == b"HTTP/1.1 %d" % status
+            # It takes no more, and ends the connection by a reset.
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        assert one.complete(SYSTEM) == (expected(SYSTEM), 0)
+    assert capsys.readouterr().err == ""
+
+
+def test_messages_of_any_shape_pass(store: um.KVStore, model: Path, folder: Path) -> None:
+    with served(store, model, folder) as one:
+        one.fake.complete = lambda body: ([97], 1)  # type: ignore[method-assign]
+        for messages in (["a"], [{"content": 5}], {"a": 1}, None):
+            body = {"messages": messages}
+            assert one.ask("/v1/chat/completions", body)[0] == 200
+            assert one.fake.bodies[-1] == body
+
+
+@pytest.mark.parametrize("head", [b"Content-Length: 99\r\n", b"Transfer-Encoding: chunked\r\n"])
+def test_half_a_request_is_not_passed_on(
+    store: um.KVStore, model: Path, folder: Path, head: bytes
+) -> None:
+    with served(store, model, folder) as one:
+        n = len(one.fake.bodies)
+        with one.send(POST + head + b"\r\n", b"2\r\n{}\r\n") as client:
+            client.shutdown(socket.SHUT_WR)
+            assert client.recv(1) == b""
+        assert len(one.fake.bodies) == n
+
+
+def test_chunks_trailers_and_expectations_of_a_client(
+    store: um.KVStore, model: Path, folder: Path
+) -> None:
+    body = json.dumps({"prompt": SYSTEM, "n_predict": 4}).encode()
+    head = POST + b"Transfer-Encoding: Chunked\r\nExpect: 100-continue\r\n\r\n"
+    pieces = [b"%x;a=b\r\n%b\r\n" % (len(part), part) for part in (body[:9], body[9:])]
+    with (
+        served(store, model, folder) as one,
+        one.send(head, *pieces, b"0\r\nTrailer: a\r\n\r\n") as client,
+        client.makefile("rb") as answers,
+    ):
+        for line in (b"HTTP/1.1 100 Continue\r\n", b"\r\n", b"HTTP/1.1 200 OK\r\n"):
+            assert answers.readline() == line
+        while answers.readline() != b"\r\n":
+            pass
+        assert json.loads(answers.read1())["content"] == expected(SYSTEM)
+        client.sendall(b"GET /health HTTP/1.1\r\n\r\n")
+        assert answers.readline() == b"HTTP/1.1 200 OK\r\n"
+
+
+def test_a_client_of_http_1_0_gets_a_stream_without_chunks(
+    store: um.KVStore, model: Path, folder: Path
+) -> None:
+    body = json.dumps({"prompt": SYSTEM, "n_predict": 4, "stream": True}).encode()
+    head = b"POST /completion HTTP/1.0\r\nConnection: keep-alive\r\n"
+    head += b"Content-Length: %d\r\n\r\n" % len(body)
+    with (
+        served(store, model, folder) as one,
+        one.send(head + body) as client,
+        client.makefile("rb") as answer,
+    ):
+        _, _, events = answer.read().partition(b"\r\n\r\n")
+    lines = [line for line in events.splitlines() if line]
+    assert all(line.startswith(b"data: ") for line in lines)
+    text = "".join(json.loads(line[6:]).get("content", "") for line in lines)
+    assert text == expected(SYSTEM)
+
+
+def test_a_client_that_goes_while_it_waits_frees_its_slot(
+    store: um.KVStore, model: Path, folder: Path
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def complete(body: Any) -> tuple[list[int], int]:
+        begun.set()
+        go_on.wait(60)
+        return [97], 1
+
+    body = b'{"prompt": [5, 6], "id_slot": 0}'
+    request = POST + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    with served(store, model, folder) as one:
+        one.fake.complete = complete  # type: ignore[method-assign]
+        try:
+            with one.send(request):
+                assert begun.wait(30)
+            with one.send(request):
+                deadline = time.monotonic() + 30
+                while one.fake.paths.count("/completion") < 3:
+                    assert time.monotonic() < deadline, "the slot was not free"
+                    time.sleep(0.01)
+        finally:
+            go_on.set()
+
+
+def test_a_client_that_goes_in_a_stream_costs_nothing_stored(
+    store: um.KVStore, model: Path, folder: Path
+) -> None:
+    body = json.dumps({"prompt": SYSTEM, "n_predict": 2000, "stream": True}).encode()
+    with served(store, model, folder) as one:
+        one.complete(SYSTEM)
+        kept = files_of(Path(store.folder))
+        with one.send(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body) as client:
+            assert client.recv(12) == b"HTTP/1.1 200"
+        assert one.complete(SYSTEM + "?")[0] == expected(SYSTEM + "?")
+        assert set(kept) <= set(files_of(Path(store.folder)))
+    assert list(folder.iterdir()) == []
+
+
+# ---- files of slots that are not those of the server ----
+
+
+def shorten(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def be_of_version_5(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[:4] + (5).to_bytes(4, "little") + data[8:])
+
+
+def be_empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def replace(path: Path) -> None:
+    """Replace a file by that of another conversation, as whole as the first one."""
+    other = FakeLlama(path.parent, path)
+    other.complete({"prompt": "Somebody else's words."})
+    write_slot_file(path, *other.state(0))
+
+
+@pytest.mark.parametrize("spoil", [shorten, be_of_version_5, be_empty, replace, Path.unlink])
+def test_a_spoiled_file_of_a_slot_is_not_stored(
+    store: um.KVStore, model: Path, folder: Path, spoil: Callable[[Path], object]
+) -> None:
+    with served(store, model, folder) as one:
+        kept = files_of(Path(store.folder))
+        one.fake.spoil = spoil
+        assert one.complete(SYSTEM) == (expected(SYSTEM), 0)
+    assert len(one.log) == (spoil is not replace)
+    assert files_of(Path(store.folder)) == kept
+    assert list(folder.iterdir()) == []
+
+
+def test_a_server_that_restores_nothing_computes(
+    store: um.KVStore, model: Path, folder: Path
+) -> None:
+    with served(store, model, folder) as one:
+        one.complete(SYSTEM)
+    with served(store, model, folder) as two:
+        two.fake.restore = None  # type: ignore[assignment]
+        assert two.complete(SYSTEM) == (expected(SYSTEM), 0)
+        assert [line.partition(":")[0] for line in two.log] == ["nothing was restored"]
+
+
+def test_another_server_than_llama_s_is_refused(
+    store: um.KVStore, model: Path, folder: Path
+) -> None:
+    with fake_llama(folder, model) as fake:
+        fake.lora = 5  # type: ignore[assignment]
+        with pytest.raises(FormatError, match="answers as no llama-server does"):
+            SlotProxy(store, model, LlamaServer(fake.url, folder), ("127.0.0.1", 0))

@@ -9,17 +9,20 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socket import socket
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem.base.arguments import file_path, instance, string
+from unimem.base.arguments import file_path, instance, integer, string
 from unimem.errors import CapacityError, FormatError
 from unimem.kv.store.store import KVStore
 from unimem.kv.token_ids import n_common, token_ids
@@ -40,8 +43,14 @@ _MOST_PROBE = 48
 _PREDICTED = re.compile(rb'"(?:predicted_n|tokens_predicted)": ?(\d+)')
 _TAIL_BYTES = 1 << 16
 _PATIENCE_SECONDS = 10
+_IDLE_SECONDS = 600
+_MOST_BODY, _MOST_LINE = 1 << 28, 1 << 16
+_LENGTHS = {10: re.compile(r"[0-9]{1,18}"), 16: re.compile(r"[0-9a-fA-F]{1,15}")}
 _HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "host"}
-_ERRORS = (OSError, CapacityError, FormatError, ValueError, KeyError, TypeError, RecursionError)
+_HOP_BY_HOP |= {"expect"}
+# JSON of others may have any shape.
+_SHAPES = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+_ERRORS = (OSError, CapacityError, FormatError, *_SHAPES)
 
 
 @dataclass(frozen=True)
@@ -105,7 +114,10 @@ class SlotProxy:
         self._lock = threading.Lock()
         self._known: _Known | None = None
         server.remove_remains()
-        self._know()
+        try:
+            self._know()
+        except (LookupError, TypeError, AttributeError) as error:
+            raise FormatError(f"{server.url} answers as no llama-server does: {error!r}") from None
         proxy = self
 
         class Handler(_Handler):
@@ -166,15 +178,19 @@ class SlotProxy:
     # ---- requests ----
 
     def _handle(self, client: _Handler) -> None:
-        body = client.body()
+        try:
+            body = client.body()
+        except ValueError as error:
+            client.refuse(400, str(error))
+            return
         path = client.path.split("?")[0].removeprefix("/v1")
         if client.command == "POST" and path in _COMPLETIONS:
             try:
                 request = json.loads(body)
                 known = self._know()
                 ids = self._tokens(path, request)
-                wanted = request.get("id_slot", -1) if ids is not None else -1
-                wanted = wanted % len(known.slots) if wanted >= 0 else None
+                slot = integer(request.get("id_slot", -1), "id_slot")
+                wanted = slot % len(known.slots) if slot >= 0 else None
             except _ERRORS as error:
                 self._log(f"a completion passes without the store: {error}")
                 ids = None
@@ -260,32 +276,39 @@ class SlotProxy:
 
         A response that ends too early ends the connection.
         """
-        headers = {k: v for k, v in client.headers.items() if k.lower() not in _HOP_BY_HOP}
-        headers = {k: v for k, v in headers.items() if k.lower() != "content-length"}
+        dropped = {*_HOP_BY_HOP, "content-length"}
+        headers = {k: v for k, v in client.headers.items() if k.lower() not in dropped}
+        asked = client.command, client.path, body or None, headers
         try:
-            with self._server.request(
-                client.command, client.path, body or None, headers
-            ) as response:
+            with self._server.request(*asked, wait=client.wait_for) as response:
                 return client.relay(response, more or {})
         except (OSError, HTTPException) as error:
             self._log(f"{client.command} {client.path}: {error}")
-            client.refuse(f"the llama-server behind unimem does not answer: {error}")
-            return None
+            client.refuse(502, f"the llama-server behind unimem does not answer: {error}")
+        except ValueError as error:
+            client.refuse(400, f"the request cannot be passed on: {error}")
+        return None
 
 
 class _ClientGone(Exception):  # noqa: N818 - it is no error
-    """The client does not take the rest of its answer."""
+    """The client does not send the rest of its request, or take the rest of its answer."""
 
 
 class _Handler(BaseHTTPRequestHandler):
     """One request of a client."""
 
     protocol_version = "HTTP/1.1"
+    timeout = _IDLE_SECONDS
     _has_begun = False
 
     def handle_any(self) -> None:
         """Answer a request."""
         raise NotImplementedError
+
+    def handle(self) -> None:
+        """Answer requests until the client goes, in whatever way."""
+        with suppress(ConnectionError):
+            super().handle()
 
     def do_any(self) -> None:
         """Answer a request, and close the connection after a failure."""
@@ -298,15 +321,46 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_POST = do_PUT = do_DELETE = do_OPTIONS = do_HEAD = do_any  # noqa: N815
 
     def body(self) -> bytes:
-        """Read the request's body."""
-        if "chunked" in self.headers.get("Transfer-Encoding", ""):
-            pieces = []
-            while n := int(self.rfile.readline().split(b";")[0], 16):
-                pieces.append(self.rfile.read(n))
-                self.rfile.readline()
-            self.rfile.readline()
-            return b"".join(pieces)
-        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        """Read the request's body; ValueError if it is too long, or has no known length."""
+        coding = self.headers.get("Transfer-Encoding")
+        if coding is None:
+            return self._read(_length(self.headers.get("Content-Length", "0"), 10))
+        if coding.strip().lower() != "chunked":
+            raise ValueError(f"Transfer-Encoding: expected chunked, got {coding!r:.60}")
+        body = bytearray()
+        while n := _length(self._line().partition(";")[0], 16, len(body)):
+            body += self._read(n)
+            if self._line():
+                raise ValueError("a chunk of the request is longer than it says")
+        while self._line():  # trailers
+            pass
+        return bytes(body)
+
+    def _read(self, n: int) -> bytes:
+        try:
+            data = self.rfile.read(n)
+        except OSError:
+            raise _ClientGone from None
+        if len(data) < n:
+            raise _ClientGone
+        return data
+
+    def _line(self) -> str:
+        try:
+            line = self.rfile.readline(_MOST_LINE)
+        except OSError:
+            raise _ClientGone from None
+        if not line.endswith(b"\n"):
+            raise _ClientGone
+        return line.decode("latin-1").strip()
+
+    def wait_for(self, server: socket) -> None:
+        """Wait until the server answers, or the client goes: the server ends its work then, too."""
+        ends = select.poll()
+        ends.register(server, select.POLLIN)
+        ends.register(self.connection, select.POLLRDHUP)
+        if self.connection.fileno() in dict(ends.poll()):
+            raise _ClientGone
 
     def relay(self, response: HTTPResponse, more: dict[str, str]) -> bytes | None:
         """Pass a response on as it comes; return its last bytes if it is whole and good."""
@@ -315,9 +369,11 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in (*response.getheaders(), *more.items()):
             if name.lower() not in _HOP_BY_HOP:
                 self.send_header(name, value)
-        is_chunked = response.length is None and self.command != "HEAD"
+        is_chunked = response.length is None and self.request_version != "HTTP/1.0"
         if is_chunked:
             self.send_header("Transfer-Encoding", "chunked")
+        elif response.length is None:
+            self.send_header("Connection", "close")
         self._send(self.end_headers)
         tail = b""
         while data := response.read1(_TAIL_BYTES):
@@ -339,14 +395,15 @@ class _Handler(BaseHTTPRequestHandler):
         except OSError:
             raise _ClientGone from None
 
-    def refuse(self, message: str) -> None:
+    def refuse(self, status: int, message: str) -> None:
         """Answer with an error as llama-server does, or end a response that has begun."""
         self.close_connection = True
         if self._has_begun:
             return
-        error = {"error": {"code": 502, "message": message, "type": "unavailable_error"}}
+        kind = "unavailable_error" if status == 502 else "invalid_request_error"
+        error = {"error": {"code": status, "message": message, "type": kind}}
         data = json.dumps(error).encode()
-        self.send_response_only(502)
+        self.send_response_only(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
         self._send(self.end_headers)
@@ -354,3 +411,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         """Write nothing: the server behind it has a log."""
+
+
+def _length(text: str, base: int, before: int = 0) -> int:
+    """Return a length that a client writes; ValueError unless it is one of a body that fits."""
+    if not _LENGTHS[base].fullmatch(text.strip()):
+        raise ValueError(f"expected the length of a body, got {text!r:.60}")
+    if (n := int(text, base)) + before > _MOST_BODY:
+        raise ValueError(f"expected a body of at most {_MOST_BODY} bytes, got {n + before} or more")
+    return n

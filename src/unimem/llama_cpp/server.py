@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from http.client import HTTPConnection, HTTPException, HTTPResponse
+from http.client import HTTPConnection, HTTPException, HTTPResponse, InvalidURL
 from itertools import count
 from pathlib import Path
+from socket import socket
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -48,13 +49,26 @@ class LlamaServer:
 
     @contextmanager
     def request(
-        self, method: str, path: str, body: bytes | None, headers: dict[str, str]
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        headers: dict[str, str],
+        wait: Callable[[socket], object] | None = None,
     ) -> Iterator[HTTPResponse]:
-        """Send a request, and give its response. OSError if the server does not answer."""
+        """Send a request, and give its response.
+
+        OSError if the server does not answer, ValueError if the request cannot be sent.
+        `wait` is called with the connection before the response is read.
+        """
         with closing(HTTPConnection(*self._address, timeout=_SECONDS)) as connection:
             try:
                 connection.request(method, path, body, headers)
+                if wait is not None:
+                    wait(connection.sock)
                 response = connection.getresponse()
+            except InvalidURL as error:
+                raise ValueError(f"path: {error}") from None
             except HTTPException as error:
                 raise ConnectionError(f"{self.url} does not answer: {error!r}") from None
             yield response

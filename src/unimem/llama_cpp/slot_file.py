@@ -118,17 +118,21 @@ def _tokens(packed: NDArray[np.int32]) -> NDArray[np.int32]:
 def _checkpoints(data: NDArray[np.uint8], version: int) -> tuple[tuple[int, LlamaKV], ...]:
     if not data.size:
         return ()
+
+    def take(at: int, n: int) -> NDArray[np.uint8]:
+        if at + n > data.size:
+            raise FormatError("the file is cut off inside its checkpoints", data.size)
+        return data[at : at + n]
+
     found = []
     at = len(_CHECKPOINTS) + 4
-    for _ in range(int(data[at - 4 : at].view("<u4")[0])):
-        n_tokens = int(data[at : at + 8].view("<i8")[0])
+    for _ in range(int(take(at - 4, 4).view("<u4")[0])):
+        n_tokens = int(take(at, 16)[:8].view("<i8")[0])
         at += 16
         buffers = []
         for _ in range(3):  # of the model, of a draft model, of speculation
-            begin, end = at + 8, at + 8 + int(data[at : at + 8].view("<u8")[0])
-            if end > data.size:
-                raise FormatError("the file is cut off inside its checkpoints", data.size)
-            buffers.append(data[begin:end])
-            at = end
-        found.append((n_tokens, state_to_kv(buffers[0].tobytes(), version=version)))
+            n = int(take(at, 8).view("<u8")[0])
+            buffers.append(take(at + 8, n))
+            at += 8 + n
+        found.append((n_tokens, state_to_kv(buffers[0], version=version)))
     return tuple(found)

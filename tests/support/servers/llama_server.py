@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -33,7 +33,7 @@ class FakeLlama:
     """What the server has, and knobs of tests.
 
     `salt` changes what it computes, `has_states` adds a recurrent state, `dies` ends answers early,
-    and `lora` are adapters.
+    `lora` are adapters, and `spoil` is called with each file of a slot.
     """
 
     def __init__(self, folder: Path, model: Path, **knobs: Any) -> None:
@@ -41,6 +41,7 @@ class FakeLlama:
         self.n_slots, self.n_ctx, self.salt = 2, 4000, 0
         self.has_states = self.dies = False
         self.lora: list[dict[str, float]] = []
+        self.spoil: Callable[[Path], object] = id
         vars(self).update(knobs)
         self.slots: list[tuple[list[int], Rows]] = [([], []) for _ in range(self.n_slots)]
         self.n_computed = 0
@@ -154,13 +155,16 @@ class _Handler(BaseHTTPRequestHandler):
         if query == "action=erase":
             self.fake.slots[slot] = [], []
         elif query == "action=save":
-            write_slot_file(self.fake.folder / body["filename"], *self.fake.state(slot))
+            path = self.fake.folder / body["filename"]
+            write_slot_file(path, *self.fake.state(slot))
+            self.fake.spoil(path)
         else:
             self.fake.restore(slot, self.fake.folder / body["filename"])
         self.answer(200, {})
 
     def complete(self, body: Any) -> None:
-        if body.get("prompt") == "bad":
+        is_good = isinstance(body, dict) and type(body.get("id_slot", 0)) is int
+        if not is_good or body.get("prompt") == "bad":
             self.answer(400, {"error": {"code": 400, "message": "bad"}})
             return
         said, n = self.fake.complete(body)
