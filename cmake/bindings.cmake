@@ -108,6 +108,6 @@ unimem_add_bindings(src/unimem/_core status dlpack arrays foreign region mapping
 unimem_add_bindings(src/unimem/base turns)
 unimem_add_bindings(src/unimem/kv types inputs states paged scratchpad rotate_heads row_kernels)
 unimem_add_bindings(src/unimem/kv/cache rows storage one_kind layered cache device)
-unimem_add_bindings(src/unimem/weights header_bytes gguf safetensors)
+unimem_add_bindings(src/unimem/weights header_bytes gguf safetensors tensor_lines)
 unimem_add_bindings(src/unimem/engine thread_count rotation_op pieces_op advice_op forward)
 unimem_add_bindings(bench/unimem_bench empty_call)

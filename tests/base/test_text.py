@@ -23,7 +23,10 @@ from unimem.base.text import (
 def test_names_cannot_fake_lines() -> None:
     assert escape("a\nb\tc\x1b") == r"a\nb\tc\x1b"
     assert escape("a\nb\tc\x1b", keeps_lines=True) == "a\nb\tc\\x1b"
-    for turn in ("\u202a", "\u202e", "\u2066", "\u2069", "\u2028", "\u2029"):
+    # The marks that change the order of the text behind them, and the ends of lines.
+    for (
+        turn
+    ) in "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u2028\u2029":
         assert escape(turn, keeps_lines=True) == escape(turn) == f"\\u{ord(turn):04x}"
     # Arabic and combined emoji are shown unchanged.
     for text in ("\u0645\u0631\u062d\u0628\u0627", "\U0001f469\u200d\U0001f680"):
@@ -85,3 +88,10 @@ def test_a_wide_table_stays_whole() -> None:
     lines = wide_lines(Surface(40), ("name", "n"), [(name, "1"), ("漢", "12")])
     shown = [("name", 4, " n"), (name, len(name), " 1"), ("漢", 2, "12")]
     assert list(lines) == [f"{text}{' ' * (len(name) - n)}  {end}" for text, n, end in shown]
+
+
+def test_long_texts_are_escaped_as_short_ones() -> None:
+    text = "漢\x1b\n" * 3000
+    assert escape(text) == r"漢\x1b\n" * 3000
+    assert escape(text, keeps_lines=True) == "漢\\x1b\n" * 3000
+    assert text_width(escape(text)) == (2 + 4 + 2) * 3000

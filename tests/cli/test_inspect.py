@@ -90,7 +90,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_unknown_types_and_empty_names_are_shown(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     rows = [g.tensor("", (8,), g.F32, 32), g.tensor("odd", (8,), 156, 0)]
-    path.write_bytes(g.with_data(g.head(2, 0), *rows, nbytes=64)[0])
+    entry = g.kv("a key before them", g.UINT8, b"\1")
+    path.write_bytes(g.with_data(g.head(2, 1), entry, *rows, nbytes=64)[0])
     assert_lines(
         page_of(path, "--tensors"), r"type_156 +1 +32 B +50\.0% .*", r"'' +f32 +8 .*",
         r"odd: type 156 is not known here: its size is that of the gap to the next tensor",

@@ -126,6 +126,13 @@ def test_without_a_budget_all_stay(machine: Machine) -> None:
     assert (machine.left(), machine.told) == (MODELS, [])
 
 
+@pytest.mark.parametrize("text", ["-1", "9" * 60, "9" * 5000, "40 G", ""])
+def test_a_damaged_budget_is_none(machine: Machine, text: str) -> None:
+    (Path(machine.folder.path) / "budget").write_text(text)
+    assert machine.folder.budget_bytes is None
+    machine.folder.make_room(1 << 40, "staging e", machine.told.append)
+
+
 def test_what_a_program_keeps_is_counted_and_stays(machine: Machine) -> None:
     machine.found[0] = held("a", kept_by="program")
     machine.folder.set_budget(40)

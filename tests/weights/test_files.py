@@ -21,6 +21,7 @@ from support.files.weight_bytes import LOADS, mapped_bytes, n_descriptors
 from support.models.make import TINY, write_model
 from support.processes import interrupts
 from unimem.errors import GGUFError, SafetensorsError
+from unimem.weights import files
 from unimem.weights.files import open_model, reopen
 from unimem.weights.opened import open_weights
 
@@ -80,6 +81,12 @@ def test_a_missing_part_is_named(model: Path) -> None:
             open_weights(parts[missing - 1])
         assert caught.value.filename == str(parts[missing])
         away.rename(parts[missing])
+
+
+def test_more_tensors_than_one_file_may_have(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_MOST_SPLIT_TENSORS", 20)
+    with pytest.raises(GGUFError, match="more than 20 tensors in all parts"):
+        open_weights(gf.split(model, 7)[0])
 
 
 def of_another_model(parts: list[Path]) -> tuple[Path, str]:

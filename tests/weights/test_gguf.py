@@ -245,9 +245,9 @@ one_kv("depth", "arrays are nested deeper than 16", gf.kv("k", gf.ARRAY, *DEEP))
 INNER = gf.array(gf.UINT8, 0)
 MANY: list[gf.Part] = [*gf.array(gf.ARRAY, 4097), *INNER * 4096, M, *INNER]
 one_kv("arrays in arrays", "more than 4096 arrays lie in arrays", gf.kv("k", gf.ARRAY, *MANY))
-for n, text in ((16, "more than 65536 keys"), (8, "more than 65536 tensors")):
-    many = gf.head(0, 0) + bytes(65537 * 24)
-    rule(text, text, gf.join(many[:n], M, gf.u64(65537), many[n + 8 :]))
+for at, n in ((16, 4096), (8, 65536)):
+    many, text = gf.head(0, 0) + bytes(n * 30), f"more than {n} {'keys' if at == 16 else 'tensors'}"
+    rule(text, text, gf.join(many[:at], M, gf.u64(n + 1), many[at + 8 :]))
 for n in (0, 1, 2, 4, 12, 33, 2**32 - 1):
     one_kv(f"alignment {n}", ALIGNMENT, gf.kv("general.alignment", gf.UINT32, M, gf.u32(n)))
 WRONG_TYPE: list[gf.Part] = [gf.string("general.alignment"), M, gf.u32(gf.INT32), gf.u32(32)]

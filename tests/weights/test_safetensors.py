@@ -126,7 +126,7 @@ def test_no_tensors(reference: Any) -> None:
         assert check_same(raw, reference) == 0
         header = header_of(raw)
         assert (header.nbytes, header.data_offset) == (len(raw), len(raw))
-        assert header.keys() == header.tensor_names() == header.bytes_by_type() == {}
+        assert header.keys() == header.tensor_names() == header.by_type() == {}
 
 
 def test_any_order(reference: Any) -> None:
@@ -154,8 +154,8 @@ def test_header(reference: Any) -> None:
     assert header.tensor(names["scalar"])[:3] == ((), "f32", 0)
     assert header.tensor(names["empty"])[:3] == ((5, 0, 3), "bf16", 30)
     assert header.tensor(names["half bytes"])[0::2] == ((3, 2), None, 3)
-    assert sum(header.bytes_by_type().values()) == len(raw) - header.nbytes
-    assert header.bytes_by_type()["f4"] == 4 + 3
+    assert sum(nbytes for _, nbytes, _ in header.by_type().values()) == len(raw) - header.nbytes
+    assert header.by_type()["f4"][1] == 4 + 3
     for what in (header.value, header.raw_value, header.tensor):
         for index in (-1, 100):
             with pytest.raises(IndexError, match=f"{index} of"):
@@ -275,6 +275,8 @@ TRUNCATED = "the file ends inside its header"
 NOT_BEGUN = "the header does not begin with {"
 NOT_UTF8 = "the header is not valid UTF-8"
 NO_METADATA = "__metadata__ is not an object"
+TOO_MANY = "more than 65536 keys of `__metadata__`"
+MANY_KEYS = "{'__metadata__':{" + ",".join(f"'{i}':''" for i in range(65536)) + ",^'more':''}}"
 NAME_TWICE = "a tensor's name occurs twice"
 NO_OBJECT = "a tensor is not an object"
 NO_STRING = "a tensor's dtype is not a string"
@@ -334,6 +336,7 @@ VALUES = ["1", "null", "true", "{}", "['a']"]
 each("value", "a value of __metadata__ is not a string", VALUES, "{'__metadata__':{'a':^?}}")
 KEYS = ["'a':'',^'a':''", "'a':'','b':'',^'\\u0061':''", "'':'',^'':''"]
 SAME_KEY = "the same key of `__metadata__` twice"
+case("many keys", "more than 65536 keys of __metadata__", MANY_KEYS, row=TOO_MANY)
 each("key", "a key of __metadata__ occurs twice", KEYS, "{'__metadata__':{?}}", row=SAME_KEY)
 case("name twice", NAME_TWICE, pair(u8(0, 1), u8(1, 2) + ",^'\\u0061':" + u8(2, 3)), 3)
 EMPTY = "{'a':" + u8(0, 0) + ",^'a':" + u8(0, 0) + "}"

@@ -21,8 +21,9 @@ enum {
     HEADER_NBYTES_MAX = 256 << 20, /* the longest known header has 20 MB */
     NAME_NBYTES_MAX = 65535,
     ARRAY_DEPTH_MAX = 16,
-    /* Many times what models have. Each entry costs readers far more memory than its few bytes. */
-    ENTRIES_MAX = 65536,
+    /* Many times what models have. Each entry costs readers far more than its few bytes. */
+    TENSORS_MAX = 65536,
+    KEYS_MAX = 4096,
     INNER_ARRAYS_MAX = 4096,
     ALIGNMENT_DEFAULT = 32,
     ALIGNMENT_UNIT = 8, /* so that a mapped tensor is aligned for every element type */
@@ -482,9 +483,9 @@ static um_status read_head(reader *r, um_gguf *gguf) {
                        n_tensors_field));
     UM__TRY(check_fits(r, gguf->n_kv, KV_NBYTES_MIN, "more metadata than the file can hold",
                        n_kv_field));
-    UM__BREAKS_IF(gguf->n_tensors > ENTRIES_MAX, r->err, "more than 65536 tensors",
+    UM__BREAKS_IF(gguf->n_tensors > TENSORS_MAX, r->err, "more than 65536 tensors",
                   n_tensors_field);
-    UM__BREAKS_IF(gguf->n_kv > ENTRIES_MAX, r->err, "more than 65536 keys", n_kv_field);
+    UM__BREAKS_IF(gguf->n_kv > KEYS_MAX, r->err, "more than 4096 keys", n_kv_field);
     return UM_OK;
 }
 

@@ -19,6 +19,7 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
 enum {
     LENGTH_NBYTES = 8,
     JSON_NBYTES_MAX = 100000000, /* the limit of the format */
+    KEYS_MAX = 65536,
     FIRST_ROWS = 16,
     ESCAPE_NBYTES_MAX = 6 /* for one byte of text: \u0041 */
 };
@@ -309,6 +310,7 @@ static um_status read_metadata(reader *r, um_safetensors *st) {
         if (!more) {
             break;
         }
+        UM__BREAKS_IF(st->n_kv == KEYS_MAX, r->err, "more than 65536 keys of __metadata__", r->at);
         UM__TRY(read_key(r, &kv.key));
         UM__TRY(begin(r, '"', "a value of __metadata__ is not a string", &field));
         UM__TRY(read_string(r, &kv.value));

@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import mmap
-from collections import Counter
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 import numpy as np
 import typer
 
-from unimem.base.text import Bar, escape, format_bytes, format_count, table_lines, wide_lines, wrap
+from unimem.base.text import Bar, escape, format_bytes, format_count, table_lines, wrap
 from unimem.cli import terminal
 from unimem.cli.options import AsJson, path_or_url, value_option
 from unimem.cli.terminal import document_head
@@ -26,15 +25,19 @@ from unimem.weights.gguf import GGUFHeader
 from unimem.weights.opened import open_weights
 from unimem.weights.remote_files import open_remote
 from unimem.weights.residency import Residency, map_resident
+from unimem.weights.tensor_lines import columns, json_items, lines
 from unimem.weights.tensors import Contents, headers_of
 
 SCHEMA = "unimem.inspect/1"
 
 _WIDTH = 80
 _LABEL = 12
+_KEY = 40  # columns of keys of the metadata; longer ones are followed by their values
 _PICTURE_LINES = 8  # of all files together, if they are fewer
 _CUT = " ..."
-_PART = 64  # items of a list that become JSON at once
+_PART = 16  # texts that become JSON at once: one may be long
+_NUMBERS = 1024
+_COLUMNS = "name type shape size offset".split()
 _T = TypeVar("_T")
 
 
@@ -103,7 +106,8 @@ def _show(
         return
     if keys is not None:
         for key, value in _chosen(weights, keys).items():
-            terminal.show(f"{terminal.surface().heading(_named(key))}\n{_whole(value)}\n")
+            terminal.show(f"{terminal.surface().heading(_named(key))}\n")
+            terminal.show_all(itertools.chain(_whole(value), "\n"))
         return
     facts = _Facts.of(weights)
     _show_facts(weights, facts, layers, digest)
@@ -138,22 +142,15 @@ class _Facts:
             for key in ("general.name", "general.architecture")
         )
         context = weights.metadata.get(f"{architecture}.context_length")
-        counts: Counter[str] = Counter()
-        n_parameters = 0
-        for part in weights._parts:
-            for _, ne, kind, *_ in part.file.header.rows():
-                counts[kind] += 1
-                n_parameters += math.prod(ne)
-        nbytes = weights.by_type()
-        types = sorted(nbytes, key=lambda kind: -nbytes[kind])
+        types = sorted(weights._types.items(), key=lambda item: -item[1][1])
         return cls(
             "GGUF" if is_gguf else "safetensors",
             name,
             architecture,
             context if isinstance(context, int) and not isinstance(context, bool) else None,
             len(weights.tensors),
-            n_parameters,
-            {kind: (counts[kind], nbytes[kind]) for kind in types},
+            sum(n_values for _, (_, _, n_values) in types),
+            {kind: (n, nbytes) for kind, (n, nbytes, _) in types},
         )
 
 
@@ -210,11 +207,11 @@ def _show_types(weights: Contents, facts: _Facts) -> None:
     terminal.show("\n".join(lines) + "\n")
     headers = [part.file.header for part in weights._parts]
     unknown = [header.unknown_types for header in headers if isinstance(header, GGUFHeader)]
-    for name, number in (pair for each in unknown for pair in each.items()):
-        terminal.show(
-            f"{_named(name)}: type {number} is not known here: its size is that of the gap to the "
-            "next tensor\n"
-        )
+    terminal.show_all(
+        f"{_named(name)}: type {number} is not known here: its size is that of the gap to the next "
+        "tensor\n"
+        for name, number in (pair for each in unknown for pair in each.items())
+    )
 
 
 def _show_metadata(weights: Contents) -> None:
@@ -225,7 +222,7 @@ def _show_metadata(weights: Contents) -> None:
 
 
 def _metadata_lines(weights: Contents) -> Iterator[str]:
-    width = min(40, max(map(len, map(escape, weights.metadata))))
+    width = min(_KEY, max(len(escape(key[:_KEY])) for key in weights.metadata))
     for key, value in weights.metadata.items():
         shown = _named(key)
         room = _WIDTH - 2 - (width if len(shown) <= width else min(len(shown), _WIDTH - 22))
@@ -237,25 +234,22 @@ def _named(key: str) -> str:
 
 
 def _show_tensors(weights: Contents, look: Residency | None) -> None:
-    several = len(weights.files) > 1
-    head = ["name", "type", "shape", "size", "offset"]
-    head += ["in RAM"] if look is not None else []
-    head += ["file"] if several else []
+    headers = [part.file.header for part in weights._parts]
+    files = [escape(Path(path).name) for path in weights.files]
+    widths = [max(each) for each in zip(map(len, _COLUMNS), *map(columns, headers), strict=True)]
+    head = "  ".join(f"{name:{'<>'[i > 0]}{widths[i]}}" for i, name in enumerate(_COLUMNS))
+    head += "  in RAM" if look is not None else ""
+    head += f"  {'file':>{max(map(len, files))}}" if len(files) > 1 else ""
 
-    def rows() -> Iterator[list[str]]:
-        for part in weights._parts:
-            file = escape(Path(part.file.path).name)
-            for name, ne, kind, _, offset, nbytes in part.file.header.rows():
-                shape = "x".join(map(str, ne[::-1])) or "scalar"
-                row = [_named(name), kind, shape, format_bytes(nbytes), str(offset)]
-                if look is not None:
-                    row.append(_percent(look.tensors[name]))
-                if several:
-                    row.append(file)
-                yield row
+    def shown() -> Iterator[str]:
+        yield f"\n{terminal.surface().heading(head)}\n"
+        for header, file in zip(headers, files, strict=True):
+            end = f"  {file:>{max(map(len, files))}}\n" if len(files) > 1 else "\n"
+            for i, line in enumerate(lines(header, widths)):
+                part = None if look is None else look.tensors[header.name_at(i)]
+                yield line + ("" if part is None else f"  {_percent(part):>6}") + end
 
-    lines = wide_lines(terminal.surface(), head, rows())
-    terminal.show_all(itertools.chain("\n", (f"{line}\n" for line in lines)))
+    terminal.show_all(shown())
 
 
 # ---- values -------------------------------------------------------------------------------------
@@ -264,11 +258,13 @@ def _show_tensors(weights: Contents, look: Residency | None) -> None:
 def _brief(value: Value, width: int) -> str:
     """Write a value in one line."""
     if isinstance(value, str):
-        text = escape(value)
+        text = escape(value[: width + 1])
     elif isinstance(value, (list, np.ndarray)):
         text = f"[{_length(value)}]"
         for item in value[:width]:
-            one = f' "{escape(item)}"' if isinstance(item, str) else f" {_brief(item, width)}"
+            one = (
+                f' "{escape(item[:width])}"' if isinstance(item, str) else f" {_brief(item, width)}"
+            )
             if len(text) + len(one) > width - len(_CUT):
                 return text + _CUT
             text += one
@@ -278,20 +274,33 @@ def _brief(value: Value, width: int) -> str:
     return text if len(text) <= width else text[: width - len(_CUT)].rstrip() + _CUT
 
 
-def _whole(value: Value) -> str:
-    if isinstance(value, (list, np.ndarray)):
-        return "\n".join(escape(_text(item)) for item in value)
-    return escape(_text(value), keeps_lines=True)
+def _whole(value: Value) -> Iterator[str]:
+    """Write a value in pieces."""
+    if not isinstance(value, (list, np.ndarray)):
+        yield escape(_text(value), keeps_lines=True)
+        return
+    for i, part in enumerate(_parts_of(value)):
+        yield "\n" * (i > 0) + "\n".join(escape(_text(item)) for item in part)
 
 
 def _text(value: Any) -> str:
     if isinstance(value, str):
         return value
-    if isinstance(value, (bool, np.bool_)):
+    if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (list, np.ndarray)):
-        return "[" + ", ".join(map(_text, value)) + "]"
+        return "[" + ", ".join(map(_text, _listed(value))) + "]"
     return str(value)
+
+
+def _parts_of(value: Sequence[Any] | np.ndarray[Any, Any]) -> Iterator[list[Any]]:
+    """Cut an array or a list into lists of items of Python."""
+    n = _PART if isinstance(value, list) else _NUMBERS
+    return (_listed(value[i : i + n]) for i in range(0, len(value), n))
+
+
+def _listed(value: Sequence[Any] | np.ndarray[Any, Any]) -> list[Any]:
+    return value.tolist() if isinstance(value, np.ndarray) else list(value)
 
 
 def _length(value: Sequence[Any] | np.ndarray[Any, Any]) -> str:
@@ -375,7 +384,7 @@ def _percent(part: Residency) -> str:
 # ---- the JSON document --------------------------------------------------------------------------
 
 
-_SMALL = (str, int, float, np.generic)  # values that become JSON with others
+_SMALL = (str, int, float)  # values that become JSON with others
 _SIZES = ("nbytes", "resident_bytes", "huge_bytes", "unknown_bytes")
 
 
@@ -402,17 +411,8 @@ def _document(
             for kind, (n, nbytes) in facts.types.items()
         ],
         "metadata": values.items(),
-        "tensors": (
-            {
-                "name": name,
-                "type": kind,
-                "nbytes": nbytes,
-                "offset": offset,
-                "file": part.file.path,
-                "shape": ne[::-1],
-            }
-            for part in weights._parts
-            for name, ne, kind, _, offset, nbytes in part.file.header.rows()
+        "tensors": itertools.chain.from_iterable(
+            json_items(part.file.header, part.file.path) for part in weights._parts
         ),
         "fingerprint": weights.fingerprint,
         "content_hash": digest,
@@ -439,16 +439,21 @@ def _pieces(value: Any) -> Iterator[str]:
         yield from _joined(
             "{", _members(value.items() if isinstance(value, Mapping) else value), "}"
         )
-    elif isinstance(value, Iterator):
-        yield from _joined("[", ((json.dumps(part)[1:-1],) for part in _parts(value)), "]")
+    elif isinstance(value, Iterator):  # of JSON
+        yield from _joined("[", ((text,) for text in value), "]")
     elif not isinstance(value, (list, np.ndarray)):
         yield json.dumps(_plain(value), allow_nan=False)
     elif len(value) and isinstance(value[0], (dict, list, np.ndarray)):
         yield from _joined("[", map(_pieces, value), "]")
     else:
-        parts = (list(value[i : i + _PART]) for i in range(0, len(value), _PART))
-        texts = ((json.dumps(list(map(_plain, part)))[1:-1],) for part in parts)
-        yield from _joined("[", texts, "]")
+        yield from _joined("[", ((_items(part),) for part in _parts_of(value)), "]")
+
+
+def _items(values: list[Any]) -> str:
+    try:
+        return json.dumps(values, allow_nan=False)[1:-1]
+    except ValueError:
+        return json.dumps(list(map(_plain, values)), allow_nan=False)[1:-1]
 
 
 def _members(pairs: Iterable[tuple[str, Any]]) -> Iterator[Iterable[str]]:
@@ -477,6 +482,4 @@ def _joined(begin: str, texts: Iterable[Iterable[str]], end: str) -> Iterator[st
 
 def _plain(value: Any) -> Any:
     """Convert a value for JSON; numbers that JSON lacks become texts."""
-    if isinstance(value, np.generic):
-        value = value.item()
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

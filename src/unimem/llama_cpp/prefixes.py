@@ -69,8 +69,9 @@ class ChunkHead(NamedTuple):
             facts = json.loads(zlib.decompressobj().decompress(packed, _MOST_FACTS))
         except (zlib.error, RecursionError) as error:
             raise ValueError(f"the facts of a chunk: {error}") from None
-        if not isinstance(facts, dict):
-            raise ValueError(f"the facts of a chunk: expected an object, got {facts!r:.60}")
+        names = ("model", "options", "layout")
+        if not isinstance(facts, dict) or {str} != {type(facts.get(name)) for name in names}:
+            raise ValueError(f"the facts of a chunk: expected texts, got {facts!r:.60}")
         tokens = np.frombuffer(data[HEAD_BYTES : HEAD_BYTES + 4 * n], "<i4")
         return cls(kind == _END, first, tokens, nbytes, parent, facts)
 

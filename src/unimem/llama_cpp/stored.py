@@ -127,12 +127,17 @@ def _prefix(
     )
 
 
+def _open(path: str, flags: int) -> int:
+    """Open a chunk; a link is refused, and a FIFO is not waited for."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
 def _found(store: KVStore) -> Iterator[_Found]:
     names = os.listdir(store.folder) if store.folder else []
     for name in filter(_CHUNK.fullmatch, names):
         # Another process may remove it meanwhile, or it is damaged.
         with suppress(OSError, ValueError, KeyError, TypeError):
-            with open(os.path.join(store.folder, name), "rb") as file:
+            with open(os.path.join(store.folder, name), "rb", opener=_open) as file:
                 file.seek(HEADER_BYTES)
                 head = ChunkHead.read(file.read(HEAD_BYTES + 4 * store.chunk_tokens))
                 info = os.fstat(file.fileno())

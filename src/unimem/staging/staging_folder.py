@@ -131,7 +131,8 @@ class StagingFolder:
     def budget_bytes(self) -> int | None:
         """The most that staged models take; None for no budget."""
         with suppress(OSError, ValueError), open(os.path.join(self.path, _BUDGET)) as file:
-            return int(file.read())
+            nbytes = int(file.read(64))
+            return nbytes if 0 <= nbytes < 1 << 63 else None
         return None
 
     def set_budget(self, nbytes: int | None) -> None:

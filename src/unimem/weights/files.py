@@ -38,6 +38,7 @@ _SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
 _DESCRIPTORS = re.compile(r"/proc/\d+(/task/\d+)?/fd")
 # The longest known have about 20 MB. Parsed JSON may take 25 times its length.
 _INDEX_BYTES_MAX = 32 << 20
+_MOST_SPLIT_TENSORS = 65536  # as one file may have
 _PAGE = 4096  # some writers lay tensors at pages
 
 Version = tuple[int, ...]
@@ -386,7 +387,7 @@ def check_end(header: Header, end: int, path: str, fd: int = -1) -> None:
     """Raise GGUFError if a file that ends at byte `end` has bytes that nothing describes."""
     if not isinstance(header, GGUFHeader):  # a parser of safetensors has done it
         return
-    is_empty = not any(header.bytes_by_type().values())
+    is_empty = not any(nbytes for _, nbytes, _ in header.by_type().values())
     last = max(header.table_end, header.data_end) if is_empty else header.data_offset
     for offset, nbytes, _ in header.runs():
         if offset - last >= max(header.alignment, _PAGE):
@@ -429,6 +430,8 @@ def _add_parts(model: ModelFiles, first: ModelFile) -> None:
     found = sum(len(file.header.tensor_names()) for file in model.files)
     if found != total:
         _refuse_part(first, f"split.tensors.count is {total}, the parts have {found} tensors")
+    if found > _MOST_SPLIT_TENSORS:
+        raise GGUFError(f"more than {_MOST_SPLIT_TENSORS} tensors in all parts", path=first.path)
 
 
 def _check_part(model: ModelFiles, part: ModelFile, i: int, count: int) -> None:

@@ -8,4 +8,3 @@ cdef class GGUFHeader(HeaderBytes):
     cdef list _strings(self, um.uint64_t *at, um.uint64_t n)
     cdef object _array(self, um.um_gguf_type item_type, um.uint64_t *at, um.uint64_t n)
     cdef const um.um_gguf_kv *_kv(self, Py_ssize_t index) except NULL
-    cdef const um.um_gguf_tensor *_tensor(self, Py_ssize_t index) except NULL

@@ -14,7 +14,7 @@ from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memcpy
 
 from unimem._core cimport native as um
-from unimem.weights.header_bytes cimport HeaderBytes, named
+from unimem.weights.header_bytes cimport HeaderBytes, named, tensor_facts
 from unimem._core.region cimport Region
 
 #: _Value: TypeAlias = (
@@ -31,6 +31,9 @@ cdef list _DTYPES = [None if name is None else np.dtype(name) for name in (
     "uint64", "int64", "float64")]
 # Strings of one byte, since Python would make an object for each that is not UTF-8.
 cdef list _BYTES = [bytes([i]).decode("utf-8", "surrogateescape") for i in range(256)]
+
+cdef dict _TYPES = {i: um.um_gguf_type_of_tensor(i).name.decode() for i in range(256)
+                    if um.um_gguf_type_of_tensor(i) != NULL}
 
 
 cdef class GGUFHeader(HeaderBytes):
@@ -79,7 +82,7 @@ cdef class GGUFHeader(HeaderBytes):
     def unknown_types(self) -> dict[str, int]:
         """The number of the type of each tensor whose type ggml 0.26 does not have, by name."""
         cdef Region _held = self.opened()
-        return {self.name(i): self._gguf.tensors[i].type for i in range(self._gguf.n_tensors)
+        return {self.name_at(i): self._gguf.tensors[i].type for i in range(self._gguf.n_tensors)
                 if um.um_gguf_type_of_tensor(self._gguf.tensors[i].type) == NULL}
 
     cdef uint64_t n_keys(self):
@@ -173,29 +176,21 @@ cdef class GGUFHeader(HeaderBytes):
     cdef uint64_t n_tensors(self):
         return self._gguf.n_tensors
 
-    cdef const um.um_gguf_tensor *_tensor(self, Py_ssize_t index) except NULL:
-        if not 0 <= index < <Py_ssize_t>self._gguf.n_tensors:
-            raise IndexError(f"tensor {index} of {self._gguf.n_tensors}")
-        return &self._gguf.tensors[index]
-
-    def tensor(self, Py_ssize_t index) -> tuple[tuple[int, ...], str, int, int, int]:
-        """Return ne (ggml's order: the contiguous first), type, its number, offset and bytes.
-
-        The bytes of an unknown type are those up to the next tensor, or to the end of the file.
-        """
-        cdef const um.um_gguf_tensor *tensor = self._tensor(index)
-        ne = tuple([tensor.ne[i] for i in range(tensor.n_dims)])
-        return ne, type_name(tensor.type), tensor.type, self._begin + tensor.offset, tensor.nbytes
-
-    cdef tuple place(self, uint64_t i):
+    cdef tensor_facts facts(self, uint64_t i) noexcept:
         cdef um.um_gguf_tensor *tensor = &self._gguf.tensors[i]
-        return self._begin + tensor.offset, tensor.nbytes, type_name(tensor.type)
+        cdef const uint64_t *last = &tensor.ne[0] + tensor.n_dims - 1
+        return tensor_facts(last, -1, tensor.n_dims, tensor.offset, tensor.nbytes, tensor.type)
+
+    cdef str type_name(self, uint32_t type):
+        return type_name(type)
+
+    cdef object ggml_number(self, uint32_t type):
+        return type
 
 
 def type_name(uint32_t number) -> str:
     """Return ggml's name of a type by its number; ``type_156`` if ggml 0.26 has no such type."""
-    cdef const um.um_gguf_tensor_type *known = um.um_gguf_type_of_tensor(number)
-    return f"type_{number}" if known == NULL else known.name.decode()
+    return _TYPES.get(number) or f"type_{number}"
 
 
 def tensor_type(uint32_t number) -> tuple[str, int, int]:

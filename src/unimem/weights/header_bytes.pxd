@@ -6,6 +6,13 @@ from unimem._core.region cimport Region
 cdef struct named:
     um.uint64_t offset, nbytes
 
+# A tensor: dimension i in NumPy's order is dims[i * step], and its offset counts from the header.
+cdef struct tensor_facts:
+    const um.uint64_t *dims
+    Py_ssize_t step, n_dims
+    um.uint64_t offset, nbytes
+    um.uint32_t type
+
 cdef class HeaderBytes:
     # The private copy of the file's first bytes. Headers are never read from a mapping, where a
     # truncation of the file would end this process.
@@ -24,10 +31,12 @@ cdef class HeaderBytes:
     cdef Region opened(self)
     # The parser of the format, over the first nbytes.
     cdef um.um_status parse(self, size_t nbytes, um.um_error *err) noexcept nogil
-    # The keys of the metadata, and the tensors, with the offset, bytes and type of each.
+    # The keys of the metadata, and the tensors; the name of a type of these, and ggml's number.
     cdef um.uint64_t n_keys(self)
     cdef um.uint64_t n_tensors(self)
-    cdef tuple place(self, um.uint64_t i)
+    cdef tensor_facts facts(self, um.uint64_t i) noexcept
+    cdef str type_name(self, um.uint32_t type)
+    cdef object ggml_number(self, um.uint32_t type)
     # The names as they lie in the file, the keys first, and what they are in Python.
     cdef named name_place(self, um.uint64_t i) noexcept
     cdef str text(self, const unsigned char *utf8, um.uint64_t nbytes)

@@ -11,7 +11,7 @@ cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.unicode cimport PyUnicode_DecodeUTF8
-from libc.stdint cimport uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset
 
 from unimem._core cimport native as um
@@ -31,8 +31,14 @@ cdef class HeaderBytes:
     cdef uint64_t n_tensors(self):
         return 0
 
-    cdef tuple place(self, uint64_t i):
-        raise IndexError(i)
+    cdef tensor_facts facts(self, uint64_t i) noexcept:
+        return tensor_facts(NULL, 0, 0, 0, 0, 0)
+
+    cdef str type_name(self, uint32_t type):
+        return ""
+
+    cdef object ggml_number(self, uint32_t type):
+        return None
 
     cdef named name_place(self, uint64_t i) noexcept:
         return named(0, 0)
@@ -173,42 +179,66 @@ cdef class HeaderBytes:
         """Return the names of the tensors with their indices, in the order of the file."""
         return ByName(self.n_tensors(), self.name_at, index_of)
 
-    def rows(self) -> Iterator[tuple[str, tuple[int, ...], str, int | None, int, int]]:
-        """Yield the name of each tensor, and what `tensor` returns."""
-        cdef uint64_t i
-        for i in range(self.n_tensors()):
-            yield (self.name_at(i), *self.tensor(i))
+    def tensor(self, Py_ssize_t index) -> tuple[tuple[int, ...], str, int | None, int, int]:
+        """Return ne (ggml's order), type, ggml's number of it or None, offset and bytes.
+
+        The bytes of a type that GGUF does not know are those up to the next tensor, or to the end
+        of the file. The data of safetensors may begin at any byte, even if the dtype needs
+        alignment.
+        """
+        cdef tensor_facts facts
+        cdef Py_ssize_t i
+        if not 0 <= index < <Py_ssize_t>self.n_tensors():
+            raise IndexError(f"tensor {index} of {self.n_tensors()}")
+        facts = self.facts(index)
+        ne = tuple([facts.dims[i * facts.step] for i in range(facts.n_dims - 1, -1, -1)])
+        number = self.ggml_number(facts.type)
+        return ne, self.type_name(facts.type), number, self._begin + facts.offset, facts.nbytes
 
     @property
     def data_end(self) -> int:
         """The end of the last tensor in the file; 0 without tensors."""
-        return max((sum(self.place(i)[:2]) for i in range(self.n_tensors())), default=0)
-
-    def bytes_by_type(self) -> dict[str, int]:
-        """Return the total bytes of the tensors of each type, by name."""
-        cdef uint64_t i
-        totals = {}
+        cdef uint64_t i, end = 0
         for i in range(self.n_tensors()):
-            _, nbytes, kind = self.place(i)
-            totals[kind] = totals.get(kind, 0) + nbytes
-        return totals
+            end = max(end, self._begin + self.facts(i).offset + self.facts(i).nbytes)
+        return end
+
+    def by_type(self) -> dict[str, tuple[int, int, int]]:
+        """Return the number of tensors of each type, their bytes, and their values, by name."""
+        cdef tensor_facts facts
+        cdef uint64_t i, values
+        cdef Py_ssize_t dim
+        cdef dict totals = {}
+        for i in range(self.n_tensors()):
+            facts = self.facts(i)
+            values = 1
+            for dim in range(facts.n_dims):
+                values *= facts.dims[dim * facts.step]  # may overflow only where one is 0
+            n, nbytes, n_values = totals.get(facts.type, (0, 0, 0))
+            totals[facts.type] = n + 1, nbytes + facts.nbytes, n_values + values
+        return {self.type_name(kind): total for kind, total in totals.items()}
 
     def runs(self) -> Iterator[tuple[int, int, str]]:
         """Yield offset in the file, bytes and type of each run of adjacent tensors of one type."""
-        cdef uint64_t i, first = 0, end = 0
-        offsets = np.fromiter((self.place(i)[0] for i in range(self.n_tensors())), np.uint64)
-        last = None
-        for i in np.argsort(offsets, kind="stable"):
-            offset, nbytes, kind = self.place(i)
-            if nbytes == 0:
+        cdef tensor_facts facts, run = tensor_facts(NULL, 0, 0, 0, 0, 0)
+        cdef uint64_t i
+        cdef uint64_t[::1] offsets = np.empty(self.n_tensors(), np.uint64)
+        cdef const int64_t[::1] order
+        for i in range(self.n_tensors()):
+            offsets[i] = self.facts(i).offset
+        order = np.argsort(offsets, kind="stable")
+        for i in range(self.n_tensors()):
+            facts = self.facts(order[i])
+            if facts.nbytes == 0:
                 continue
-            if kind != last or offset != end:
-                if last is not None:
-                    yield first, end - first, last
-                first, last = offset, kind
-            end = offset + nbytes
-        if last is not None:
-            yield first, end - first, last
+            if facts.type != run.type or facts.offset != run.offset + run.nbytes:
+                if run.nbytes:
+                    yield self._begin + run.offset, run.nbytes, self.type_name(run.type)
+                run = facts
+            else:
+                run.nbytes += facts.nbytes
+        if run.nbytes:
+            yield self._begin + run.offset, run.nbytes, self.type_name(run.type)
 
 
 def index_of(index: int, name: str) -> int:

@@ -6,4 +6,3 @@ cdef class SafetensorsHeader(HeaderBytes):
     cdef um.um_safetensors _safetensors
     cdef bytes _utf8(self, const unsigned char *text, um.uint64_t nbytes)
     cdef const um.um_safetensors_kv *_kv(self, Py_ssize_t index) except NULL
-    cdef const um.um_safetensors_tensor *_tensor(self, Py_ssize_t index) except NULL

@@ -8,7 +8,7 @@ from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memchr
 
 from unimem._core cimport native as um
-from unimem.weights.header_bytes cimport HeaderBytes, named
+from unimem.weights.header_bytes cimport HeaderBytes, named, tensor_facts
 from unimem._core.region cimport Region
 
 # Headers of about 500 tensors fit into the first read. A longer one is read again from its start.
@@ -96,23 +96,13 @@ cdef class SafetensorsHeader(HeaderBytes):
     cdef uint64_t n_tensors(self):
         return self._safetensors.n_tensors
 
-    cdef const um.um_safetensors_tensor *_tensor(self, Py_ssize_t index) except NULL:
-        if not 0 <= index < <Py_ssize_t>self._safetensors.n_tensors:
-            raise IndexError(f"tensor {index} of {self._safetensors.n_tensors}")
-        return &self._safetensors.tensors[index]
-
-    def tensor(self, Py_ssize_t index) -> tuple[tuple[int, ...], str, int | None, int, int]:
-        """Return ne (ggml's order), dtype in lower case, ggml's number or None, offset and bytes.
-
-        The data may begin at any byte, even if the dtype needs alignment.
-        """
-        cdef const um.um_safetensors_tensor *tensor = self._tensor(index)
-        cdef const uint64_t *dims = self._safetensors.dims + tensor.first_dim
-        cdef Py_ssize_t n_dims = tensor.n_dims
-        ne = tuple([dims[n_dims - 1 - i] for i in range(n_dims)])
-        name = _NAMES[<int>tensor.type]
-        return ne, name, _GGML_TYPES.get(name), self._begin + tensor.offset, tensor.nbytes
-
-    cdef tuple place(self, uint64_t i):
+    cdef tensor_facts facts(self, uint64_t i) noexcept:
         cdef um.um_safetensors_tensor *tensor = &self._safetensors.tensors[i]
-        return self._begin + tensor.offset, tensor.nbytes, _NAMES[<int>tensor.type]
+        return tensor_facts(self._safetensors.dims + tensor.first_dim, 1, tensor.n_dims,
+                            tensor.offset, tensor.nbytes, tensor.type)
+
+    cdef str type_name(self, uint32_t type):
+        return _NAMES[type]
+
+    cdef object ggml_number(self, uint32_t type):
+        return _GGML_TYPES.get(_NAMES[type])

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
+from operator import add
 from typing import Any, NamedTuple, NoReturn, Self
 
 import numpy as np
@@ -375,10 +376,10 @@ class Contents(Mapping[str, Tensor]):
             len(header.keys()), header.key_at, lambda i, _: header.value(i), "metadata's", "keys"
         )
         self._tensors = _TensorsByName(parts, stream).by_name()
-        self._types: dict[str, int] = {}
+        self._types: dict[str, list[int]] = {}  # tensors, bytes and values
         for part in parts:
-            for kind, nbytes in part.file.header.bytes_by_type().items():
-                self._types[kind] = self._types.get(kind, 0) + nbytes
+            for kind, total in part.file.header.by_type().items():
+                self._types[kind] = list(map(add, self._types.get(kind, (0, 0, 0)), total))
 
     def _check_open(self) -> None:
         """Raise ClosedError if it was closed."""
@@ -442,7 +443,7 @@ class Contents(Mapping[str, Tensor]):
     def by_type(self) -> dict[str, int]:
         """Bytes of all tensors of a type, by the type's name."""
         self._check_open()
-        return dict(self._types)
+        return {kind: nbytes for kind, (_, nbytes, _) in self._types.items()}
 
 
 def headers_of(model: ModelFiles) -> Contents:
