@@ -88,8 +88,8 @@ def test_stat_and_sizes(layout: Any) -> None:
     layout.scratch.take_bytes(10)
     assert layout.stat() == Stat(0, 64 * KIB, 10, 16 * KIB, 0, 32 * KIB)
     assert layout.total_bytes == 112 * KIB
-    text = "weights: 1.5/4.0 MB | scratch: 0.0/1.0 MB | history: 0.2/0.5 MB"
-    assert str(Stat(1_500_000, 4_000_000, 0, 1_000_000, 250_000, 500_000)) == text
+    text = "weights: 1.5/4.0 MiB | scratch: 0.0/1.0 MiB | history: 0.2/0.5 MiB"
+    assert str(Stat(1536 * KIB, 4096 * KIB, 0, 1024 * KIB, 256 * KIB, 512 * KIB)) == text
     assert repr(layout) == f"Layout({layout.stat()})"
 
 

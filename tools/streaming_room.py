@@ -120,7 +120,7 @@ def lines(record: dict[str, Any]) -> str:
     """Return the table for the page."""
     runs = record["runs"]
     ran = [each for each in runs if "tokens" in each]
-    most = max(map(above, ran), default=0)
+    mebibytes = max(map(above, ran), default=0) / 2**20
     killed = sum(each["status"] != 0 for each in runs)
     percents = [each["percent"] for each in runs if "refused" in each]
     refused = f"{len(percents)}, up to {max(percents)} % of the plan" if percents else "0"
@@ -129,7 +129,7 @@ def lines(record: dict[str, Any]) -> str:
         "computed all tokens, the same ones": len(ran),
         "refused with CapacityError": refused,
         "killed": killed,
-        "peak above what the plan says, for Python and the kernel": f"at most {most / 1e6:.1f} MB",
+        "peak above what the plan says, for Python and the kernel": f"at most {mebibytes:.1f} MiB",
     }
     return "".join(f"| {name} | {value} |\n" for name, value in rows.items())
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 import unimem as um
+from unimem.base.text import format_bytes
 from unimem.system.limits import available_bytes
 from unimem.system.process import read_process
 from unimem_bench import plain
@@ -38,7 +39,7 @@ def require_room(*, memory: int = 0, disk: int = 0, folder: Path = Path()) -> No
     ):
         if wanted > free:
             raise NotMeasured(
-                f"wants {wanted / 1e9:.1f} GB of {what}, {free / 1e9:.1f} GB are free"
+                f"wants {format_bytes(wanted)} of {what}, {format_bytes(free)} are free"
             )
 
 

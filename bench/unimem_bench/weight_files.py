@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from unimem.base.text import format_bytes
 from unimem_bench.files import ALIGNMENT, FLOAT16, TensorEntry, gguf_header, made_once, text
 from unimem_bench.states import available_bytes
 from unimem_bench.suite import NotMeasured
@@ -53,8 +54,8 @@ def tensors_that_fit(folder: Path, wanted: int) -> int:
     most = min(available_bytes(), disk_bytes) // (ROOM * TENSOR_BYTES)
     if most < 1:
         raise NotMeasured(
-            f"wants {ROOM * TENSOR_BYTES / 1e6:.0f} MB of memory and of disk, "
-            f"{available_bytes() / 1e6:.0f} and {disk_bytes / 1e6:.0f} are free"
+            f"wants {format_bytes(ROOM * TENSOR_BYTES)} of memory and of disk, "
+            f"{format_bytes(available_bytes())} and {format_bytes(disk_bytes)} are free"
         )
     # A power of two: free space varies, and a later run must find the same file.
     return wanted if wanted <= most else 1 << int(most).bit_length() - 1

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, Self, TypeVa
 from unimem._core.block import Block
 from unimem._core.tape import Bump, Tape
 from unimem.base.arguments import flag
-from unimem.base.html import bar, fragment, heading, markup, size, table
+from unimem.base.html import bar, fragment, heading, markup, size, stamp, table
 from unimem.errors import ClosedError
 from unimem.models.dims import ModelDims
 from unimem.planning.plan import plan
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Layout", "Lifetimes", "Stat"]
 
-_MB = 1_000_000
+_MIB = 1 << 20
 _TAPES = ("weights", "scratch", "history")
 _COLOR = "#3b82c4"
 
@@ -51,12 +51,12 @@ class _Cache(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """The use of a layout's three tapes, in bytes; `str` writes it in MB of 1e6 bytes.
+    """The use of a layout's three tapes, in bytes; `str` writes it in MiB.
 
     Examples
     --------
-    >>> str(Stat(1_500_000, 4_000_000, 0, 1_000_000, 250_000, 500_000))
-    'weights: 1.5/4.0 MB | scratch: 0.0/1.0 MB | history: 0.2/0.5 MB'
+    >>> str(Stat(3 << 19, 4 << 20, 0, 1 << 20, 1 << 18, 1 << 19))
+    'weights: 1.5/4.0 MiB | scratch: 0.0/1.0 MiB | history: 0.2/0.5 MiB'
     """
 
     weights_used: int
@@ -68,7 +68,7 @@ class Stat:
 
     def __str__(self) -> str:
         return " | ".join(
-            f"{name}: {used / _MB:.1f}/{total / _MB:.1f} MB"
+            f"{name}: {used / _MIB:.1f}/{total / _MIB:.1f} MiB"
             for name, used, total in (
                 ("weights", self.weights_used, self.weights_total),
                 ("scratch", self.scratch_used, self.scratch_total),
@@ -278,13 +278,13 @@ class Lifetimes(Generic[TapeT]):
         figures = astuple(self.stat())
         used = zip(_TAPES, figures[::2], figures[1::2], strict=True)
         rows = [
-            (name, size(now), size(total), bar(now / max(1, total), _COLOR))
+            (name, size(total), size(now), bar(now / max(1, total), _COLOR))
             for name, now, total in used
         ]
         state = "Layout, frozen" if self.frozen else "Layout"
-        sums = [("total", size(sum(figures[::2])), size(sum(figures[1::2])), "")]
-        lines = table(("tape", "in use", "size", ""), rows, foot=sums, align="<>><")
-        return fragment(heading(state), lines)
+        sums = [("total", size(sum(figures[1::2])), size(sum(figures[::2])), "")]
+        lines = table(("tape", "size", "active", ""), rows, foot=sums, align="<>><")
+        return fragment(heading(state), stamp(), lines)
 
 
 class Layout(Lifetimes[Tape]):
@@ -327,7 +327,7 @@ class Layout(Lifetimes[Tape]):
     ...     hidden = layout.scratch.take(1024)
     ...     layout.clear_pass()
     ...     print(layout.stat())
-    weights: 0.0/1.0 MB | scratch: 0.0/0.1 MB | history: 0.0/1.0 MB
+    weights: 0.0/1.0 MiB | scratch: 0.0/0.1 MiB | history: 0.0/1.0 MiB
     """
 
     def __init__(

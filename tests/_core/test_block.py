@@ -41,7 +41,7 @@ def test_size_is_rounded_up_to_pages_and_the_request_is_kept(nbytes: int) -> Non
         assert block.requested == request | {"reserve": nbytes}
         assert block.address % PAGE == 0
         assert not block.as_array().any()
-        assert nbytes != PAGE or repr(block) == "Block('block', 4.0 KiB, 4k, 4.0 KiB resident)"
+        assert nbytes != PAGE or repr(block) == "Block('block', 4.0 KiB, 4k, 4.0 KiB in RAM)"
 
 
 def test_a_block_is_a_mapping_of_its_own_between_guard_pages() -> None:

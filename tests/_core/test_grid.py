@@ -200,7 +200,7 @@ def test_repr_placement_and_category() -> None:
         assert ledger()["staging"]["n_mappings"] == before + 1
         cell = grid.take()
         assert repr(cell) == "Cell(0, 1000)"
-        assert repr(grid) == "Grid('g', 3 of 4 cells of 1000 bytes free, 4k, 8.0 KiB resident)"
+        assert repr(grid) == "Grid('g', 3 of 4 cells of 1000 bytes free, 4k, 8.0 KiB in RAM)"
 
 
 def test_taking_and_giving_make_no_system_call_and_no_allocation(device: Device, grid: Any) -> None:

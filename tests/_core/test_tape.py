@@ -481,7 +481,7 @@ def test_placement_and_category() -> None:
         assert tape.block.granted.resident_bytes == 3 * PAGE
         assert tape.block.requested["pages"] == "4k"
         assert ledger()["history"]["mapped_bytes"] == before + 3 * PAGE
-        assert repr(tape) == "Tape('tape', 0 B of 12.0 KiB used, 4k, 12.0 KiB resident)"
+        assert repr(tape) == "Tape('tape', 0 B of 12.0 KiB used, 4k, 12.0 KiB in RAM)"
     with um.Tape(64 * KIB) as tape:
         assert tape.block.verify().resident_bytes == 0
         tape.warm(2)

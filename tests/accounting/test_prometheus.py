@@ -84,6 +84,7 @@ def parsed(text: str) -> dict[str, list[Any]]:
     (("unimem_memory_bytes", *WHO, "kv", "cuda:0"), 64 * MIB),
     (("unimem_memory_resident_bytes", *WHO, "kv", "host"), 130 * MIB),
     (("unimem_memory_active_bytes", *WHO, "scratch", "host"), 11 * MIB),
+    (("unimem_memory_high_water_bytes", *WHO, "scratch", "host"), 11 * MIB),
     (("unimem_memory_node_bytes", *WHO, "kv", "0"), 130 * MIB),
     (("unimem_memory_swapped_bytes", *WHO, "kv", "host"), 0),
     (("unimem_page_faults_total", *WHO, "minor"), 3000),

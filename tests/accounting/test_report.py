@@ -17,7 +17,7 @@ from support.project import tiers
 from support.project.documents import check_json
 from unimem._core import ledger
 from unimem._core.status import ledger as native_ledger
-from unimem.accounting.report import Report, Row
+from unimem.accounting.report import Report, Row, add_use
 from unimem.system.heap import malloc_bytes
 
 NAMES = {
@@ -238,6 +238,16 @@ def test_gpu_memory_has_its_own_rows_and_total(cuda: Any) -> None:
     row = row_of(um.report(), "kv", "cuda:0")
     assert row.nbytes == 0
     assert (row.high_water_bytes or 0) >= 3 << 20
+
+
+def test_the_high_water_of_parts_is_that_of_their_category() -> None:
+    with um.Tape(1 << 16, pages="4k") as tape:
+        tape.take_bytes(5000)
+        tape.clear()
+        (entry,) = (each for each in ledger.entries() if each.address == tape.block.address)
+        scratch, files = add_use((Row("scratch", 1 << 16), Row("files", 1)), [entry])
+        assert scratch.high_water_bytes == tape.high_water_bytes >= 5000
+        assert files.high_water_bytes is None
 
 
 def test_a_decoder_s_report_follows_the_schema() -> None:

@@ -62,7 +62,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 def check_sums(page: HtmlPage, smaps: bytes) -> None:
     """Check that the tables add up to the kernel's figures."""
-    memory, held = page.table("memory", "in RAM", "most"), page.table("memory", "Rss")
+    memory, held = page.table("memory", "in RAM", "high water"), page.table("memory", "Rss")
     for table, name, field in (
         (memory, "in RAM", "Pss"), (held, "Rss", "Rss"), (held, "swapped out", "Swap")
     ):  # fmt: skip
@@ -91,11 +91,13 @@ def process(name: str) -> Iterator[int]:
 
 def test_every_figure_of_a_row_is_there() -> None:
     page = invented()
-    memory = page.table("memory", "asked", "most")
-    assert memory.column("mapped")["weights:q8_0"] == 1100 * MIB
+    above, _, _ = page.text.partition("memory requested size")
+    assert f"{os.uname().nodename}, 2025-06-15 " in above
+    memory = page.table("memory", "requested", "high water")
+    assert memory.column("size")["weights:q8_0"] == 1100 * MIB
     assert memory.column("in RAM")["kv"] == 130 * MIB
-    assert memory.column("in use")["kv"] == 129 * MIB + 512 * KIB
-    assert memory.column("mapped")["kv on cuda:0"] == 64 * MIB
+    assert memory.column("active")["kv"] == 129 * MIB + 512 * KIB
+    assert memory.column("size")["kv on cuda:0"] == 64 * MIB
     assert memory.foot == [
         ["total", "", report().total_bytes, report().resident_bytes, "", "", ""],
         ["total on cuda:0", "", 64 * MIB, "", "", "", ""],
@@ -125,7 +127,7 @@ def test_asked_and_granted_of_a_mapping() -> None:
 def test_limits_and_pressure() -> None:
     one = sample(0.0, report(), limits=(MACHINE, CGROUP), pressure=(Pressure("machine", 1.5, 0.0),))
     page = HtmlPage(report_page(one))
-    assert page.table("limit", "left").rows == [
+    assert page.table("limit", "room").rows == [
         [MACHINE.name, 24 * GIB, 9 * GIB, 15 * GIB, ""],
         [CGROUP.name, 4 * GIB, 3800 * MIB, 296 * MIB, ""],
     ]

@@ -31,7 +31,7 @@ def test_a_table_and_json() -> None:
         "threads       2",
     ]
     wide = list(report_lines(Surface(120), report.rows, report.facts))
-    assert wide[0].split() == ["memory", "size", "in", "RAM", "active", "most", "pages"]
+    assert wide[0].split() == ["memory", "size", "in", "RAM", "active", "high", "water", "pages"]
     assert wide[1].split()[:8] == ["kv", "2.0", "KiB", "1.0", "KiB", "10", "B", "20"]
     document = check_json(report)
     assert document["schema"] == "unimem.report/1"

@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 import unimem as um
-from unimem.accounting.row import Row, in_order
+from unimem.accounting.row import Row, explain, in_order
 from unimem.errors import CategoryError
 
 DIMS = um.ModelDims(2048, 5632, 32, 4, 64, 32000, 22, 8192)
@@ -27,6 +27,17 @@ def test_a_row_by_its_category() -> None:
             assert isinstance(caught.value, KeyError)
             assert "kv" in caught.value.categories
             assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_rows_whose_names_say_little_are_explained() -> None:
+    rows = (Row("kv", 1), Row("other", 2), Row("diagnostics", 3))
+    assert [name for name, _ in explain(rows)] == ["diagnostics", "other"]
+    assert explain((Row("kv", 1), Row("other", 0))) == []
+    plan, report = um.plan(DIMS), um.Report(rows)
+    for page in (str(plan), plan._repr_html_()):
+        assert "diagnostics (for unimem report)" in page
+    for page in (str(report), report._repr_html_()):
+        assert "the figures that the process publishes" in page
 
 
 def test_rows_are_in_the_order_of_their_purpose() -> None:

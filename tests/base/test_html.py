@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+
 import pytest
 
 from support.terminal.html_pages import HtmlPage
@@ -18,6 +21,7 @@ from unimem.base.html import (
     page,
     size,
     stack,
+    stamp,
     table,
 )
 
@@ -49,7 +53,14 @@ def test_a_page_loads_nothing() -> None:
     assert "default-src &#x27;none&#x27;" in text
     # The reader's settings choose light or dark, and the colours of text.
     assert "color-scheme:light dark" in text
+    assert "@media(prefers-color-scheme:dark){body{" in text
     assert 'name="viewport"' in text
+
+
+def test_a_stamp_names_the_host_and_the_time() -> None:
+    when = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(86400.5))
+    assert whole(stamp(86400.5)).text.endswith(f"{os.uname().nodename}, {when}")
+    assert time.strftime("%Y-") in whole(stamp()).text
 
 
 def test_sizes_are_exact_for_programs() -> None:

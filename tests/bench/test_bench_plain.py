@@ -258,5 +258,5 @@ def test_touched_until_that_is_fast(seconds: list[float], calls: int, monkeypatc
     monkeypatch.setattr(states, "_fastest", {})
     states.ready(1 << 30, CPUS[:1])
     assert touched == [1 << 30] * calls
-    with pytest.raises(NotMeasured, match=r"wants 1125899\.9 GB of memory, [\d.]+ GB are free"):
+    with pytest.raises(NotMeasured, match=r"wants 1024\.0 TiB of memory, [\d.]+ GiB are free"):
         states.ready(1 << 50, CPUS[:1])

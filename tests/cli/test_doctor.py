@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import unimem as um
+from support.project.documents import check_document
 from support.terminal.screens import CONTROL, show
 from unimem.system.machine import Finding
 
@@ -49,7 +50,7 @@ def test_the_document_is_the_library_s() -> None:
     code, out, err = show("doctor", "--json")
     assert (code, err, out.count("\n")) == (0, "", 1)
     document, here = json.loads(out), um.doctor().to_dict()
-    assert document["schema"] == "unimem.doctor/1"
+    check_document(document)
     assert list(document) == list(here)
     for key in ("kernel", "thp", "capabilities"):
         assert document[key] == here[key]

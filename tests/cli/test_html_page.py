@@ -22,7 +22,7 @@ def test_a_page_of_a_process(tmp_path: Path) -> None:
     assert f"process {pid}" in page.text
     assert "by unimem" in page.text
     assert {"Limits", "How it is placed"} <= set(page.texts)
-    assert page.table("memory", "in RAM", "most").column("in RAM")["total"] != 0
+    assert page.table("memory", "in RAM", "high water").column("in RAM")["total"] != 0
     assert [each.name for each in tmp_path.iterdir()] == ["a.html"]
 
 

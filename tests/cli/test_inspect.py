@@ -21,6 +21,7 @@ import pytest
 import unimem as um
 from support.files import gguf_files as g
 from support.files import safetensors_files as st
+from support.project.documents import check_document
 from support.terminal.screens import CONTROL, Screen, show
 from unimem.cli import inspect as command
 from unimem.cli import terminal
@@ -46,6 +47,7 @@ def document_of(*arguments: object) -> dict[str, Any]:
     out = page_of(*arguments, "--json")
     assert out.count("\n") == 1
     document: dict[str, Any] = json.loads(out)
+    check_document(document)
     return document
 
 

@@ -126,8 +126,8 @@ def test_the_page() -> None:
     assert show("report", 1234, encoding="ascii") == (0, PAGE.translate(blocks), "")
     wide = show("report", 1234, columns=120)
     assert wide.widest > 100
-    assert re.search(r"^memory +size +in RAM +active +most +pages$", wide.plain, re.M)
-    assert re.search(r"^kv +512\.0 MiB  512\.0 MiB  40\.0 MiB  512\.0 MiB +thp", wide.plain, re.M)
+    assert re.search(r"^memory +size +in RAM +active +high water +pages$", wide.plain, re.M)
+    assert re.search(r"^kv +512\.0 MiB  512\.0 MiB  40\.0 MiB +512\.0 MiB +thp", wide.plain, re.M)
 
 
 @pytest.mark.usefixtures("invented")
@@ -178,9 +178,9 @@ def test_streamed_weights_say_how_often_they_were_read(monkeypatch: Patch) -> No
     facts = REPORT.facts | {"counters": counters, "streams": [stream]}
     monkeypatch.setattr(command, "make_report", lambda pid: replace(REPORT, facts=facts))
     text = " ".join(show("report", 1234, columns=200).plain.split())
-    done = "900 of 1,000 pieces were in memory, 90.0%; 5.0 MiB read, 2.5 s waited"
+    done = "900 of 1,000 pieces were in RAM, 90.0%; 5.0 MiB read, 2.5 s waited"
     assert f"streams {done}" in text
-    assert f"streams /m.gguf (1.0 GiB of a budget of 2.0 GiB; {done})" in text
+    assert f"streams /m.gguf (1.0 GiB in RAM of a budget of 2.0 GiB; {done})" in text
 
 
 def test_rows_of_a_gpu_have_their_own_total(monkeypatch: Patch) -> None:

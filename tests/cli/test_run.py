@@ -26,6 +26,7 @@ from support.models.make import TINY, write_model
 from support.models.tokenizer_models import spm_vocab
 from support.models.tokenizer_models import write_model as write_constant_model
 from support.project.checkout import STORIES, needs_stories
+from support.project.documents import check_document
 from support.terminal.screens import (
     MAIN,
     Screen,
@@ -66,6 +67,7 @@ def page_of(*arguments: object, **options: Any) -> str:
 
 def run_json(*arguments: object) -> dict[str, Any]:
     document: dict[str, Any] = json.loads(page_of(*arguments, "--json"))
+    check_document(document)
     return document
 
 
@@ -426,7 +428,7 @@ def test_a_run_streams_a_model_without_room_or_into_a_budget(monkeypatch: Patch)
     assert whole.weights_budget is not None
     budget = ("--weights-budget", str(whole.weights_budget - (256 << 10)))
     page = " ".join(page_of("--ctx", "100", "-n", "12", *budget).split())
-    assert re.search(r"stream a budget of .*; .* pieces were in memory, .* s waited", page)
+    assert re.search(r"stream a budget of .*; .* pieces were in RAM, .* s waited", page)
     document = run_json("--ctx", "100", "-n", "12", *budget)
     assert document["model"]["load"] == "stream"
     assert document["options"]["weights_budget"] == budget[1]

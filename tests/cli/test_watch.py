@@ -20,11 +20,13 @@ pytest.importorskip("unimem_ggml", reason="a decoder needs ggml: pip install ./g
 from rich.cells import cell_len
 
 from support.processes.running import running
+from support.project.documents import check_document
 from support.terminal.screens import CONTROL, HOSTILE, MAIN, run_command, start_command
 from support.terminal.watch_samples import CGROUP, DECODER, MACHINE, MIB, SIZES, report, sample
 from unimem.accounting.samples import Sample
 from unimem.base.text import Surface
-from unimem.cli.watch import document, sample_lines
+from unimem.cli.terminal import document_head
+from unimem.cli.watch import SCHEMA, document, sample_lines
 from unimem.system.pressure import Pressure
 
 # It sleeps to leave CPU time to other tests.
@@ -69,11 +71,11 @@ def test_a_sample_has_rates_and_growth_since_the_first() -> None:
     lines = lines_of(BEFORE, NOW)
     for name, says in (
         ("tokens/s", "100.5 made, 0.0 read"),
-        ("pieces/s", "2,000 in memory, 50.0 read; 2.5 MiB/s, 12% of the time waited"),
+        ("pieces/s", "2,000 in RAM, 50.0 read; 2.5 MiB/s, 12% of the time waited"),
         ("faults/s", "1,500 minor, 2.5 major; CPU 150%, 3 threads, up 1:00:12"),
         ("page-ins", "1.5 MiB/s by the process, 5.0 MiB/s by the machine; 0 B swapped out"),
         ("pressure", "machine 0.25%, 0.00%; cgroup /a 12.50%, 3.00%"),
-        ("free", "15.0 GiB of 24.0 GiB, memory of the machine; 296.0 MiB of 4.0 GiB,"),
+        ("room", "15.0 GiB of 24.0 GiB, memory of the machine; 296.0 MiB of 4.0 GiB,"),
     ):
         assert lines[name].endswith(says)
     for name, grown in (
@@ -86,7 +88,7 @@ def test_a_sample_has_rates_and_growth_since_the_first() -> None:
 def test_the_first_sample_has_no_rates_and_no_growth() -> None:
     lines = lines_of(None, BEFORE)
     assert lines["tokens/s"].endswith("- made, - read")
-    assert lines["pieces/s"].endswith("- in memory, - read; -, - of the time waited")
+    assert lines["pieces/s"].endswith("- in RAM, - read; -, - of the time waited")
     assert lines["faults/s"].endswith("- minor, - major; CPU -, 3 threads, up 1:00:10")
     assert lines["total"].endswith(" 0")
 
@@ -95,7 +97,7 @@ def test_unknown_figures_are_marked() -> None:
     bare = sample(10.0, report(source="kernel"), published={}, pressure=(), limits=(), read=None)
     lines = lines_of(None, bare)
     assert not {"tokens/s", "pieces/s"} & {*lines}
-    assert lines["free"].endswith(" -")
+    assert lines["room"].endswith(" -")
     assert "not available" in lines["pressure"]
     assert "- by the process, - by the machine" in lines["page-ins"]
 
@@ -115,6 +117,7 @@ def test_lines_fit_and_are_printable_for_any_name(width: int) -> None:
 
 def test_the_document_has_figures_in_units() -> None:
     made = json.loads(json.dumps(document(4711, BEFORE, NOW), allow_nan=False))
+    check_document(document_head(SCHEMA) | made)
     assert (made["pid"], made["seconds"]) == (4711, 2.0)
     assert made["rates"] == {
         "minor_faults_per_second": 1500.0, "major_faults_per_second": 2.5,
@@ -130,6 +133,7 @@ def test_the_document_has_figures_in_units() -> None:
     assert made["limits"][1]["room_bytes"] == CGROUP.room_bytes
     assert made["report"]["rows"][0]["category"] == "weights:q8_0"
     first = json.loads(json.dumps(document(4711, None, BEFORE)))
+    check_document(document_head(SCHEMA) | first)
     assert first["seconds"] is None
     assert set(first["rates"].values()) == {None}
 

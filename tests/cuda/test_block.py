@@ -42,7 +42,7 @@ def test_a_block_is_one_allocation(cuda: Any, host_gpu: HostDriver, category: st
         assert block.requested == {"nbytes": MIB, "device": 0, "pinned": False}
         granted = block.granted
         assert (granted.pages, granted.resident_bytes) == ("device", MIB)
-        assert str(granted).startswith("device, 1.0 MiB resident")
+        assert str(granted).startswith("device, 1.0 MiB in RAM")
         block.warm()
     assert host_gpu.allocated == {}
     assert held("history") == 0

@@ -199,7 +199,7 @@ def test_a_tape_over_a_block(cuda: Any, host_gpu: HostDriver) -> None:
 def test_placement_and_category(cuda: Any) -> None:
     with cuda.Tape(12 * KIB, category="history", name="h") as tape:
         assert device_ledger()[("cuda:0", "history")]["nbytes"] == 12 * KIB
-        assert repr(tape).startswith("Tape('h', 0 B of 12.0 KiB used, device, 12.0 KiB resident")
+        assert repr(tape).startswith("Tape('h', 0 B of 12.0 KiB used, device, 12.0 KiB in RAM")
         tape.warm()
         tape.warm(4)
     before = ledger()["staging"]["mapped_bytes"]

@@ -53,12 +53,13 @@ def test_the_notebook_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert [len(HtmlPage(html).tables) for html in kept] == [len(p.tables) for p in shown.values()]
     assert list(shown) == [um.Plan, um.Block, um.KVCache, um.Layout, um.Report]
     plan, block, cache, layout, report = shown.values()
+    assert all(f"{os.uname().nodename}, 20" in page.text for page in shown.values())
     assert plan.text.startswith("Fits: ")
     (granted,) = block.tables
-    assert granted.column("asked")["size"] == granted.column("granted")["in RAM"] == 8 * MIB
+    assert granted.column("requested")["size"] == granted.column("granted")["in RAM"] == 8 * MIB
     assert cache.tables[0].rows[0][:3] == ["tokens", "100", "512"]
-    assert layout.tables[0].column("in use")["scratch"] == 4 * 4096
-    held = report.table("memory", "in RAM", "most").column("mapped")
+    assert layout.tables[0].column("active")["scratch"] == 4 * 4096
+    held = report.table("memory", "in RAM", "high water").column("size")
     assert {"kv", "scratch", "weights:q8_0", "libraries", "total"} <= set(held)
 
 

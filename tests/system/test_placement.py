@@ -10,9 +10,9 @@ HUGE = um.Placement("thp", 2 << 20, 2 << 20, 2 << 20, 0, 4096, 2 << 20, {0: 1 <<
 
 
 def test_only_figures_above_zero_are_written() -> None:
-    assert str(SMALL) == "4k, 8.0 KiB resident, 4.0 KiB locked"
+    assert str(SMALL) == "4k, 8.0 KiB in RAM, 4.0 KiB locked"
     assert str(HUGE) == (
-        "thp, 2.0 MiB resident, 2.0 MiB huge, 4.0 KiB swapped out, 1.0 MiB on node 0, "
+        "thp, 2.0 MiB in RAM, 2.0 MiB in huge pages, 4.0 KiB swapped out, 1.0 MiB on node 0, "
         "1.0 MiB on node 1"
     )
 

@@ -351,7 +351,7 @@ def test_a_report_names_it(path: Path) -> None:
         assert found == models.stream(w).to_dict()
         assert (found["path"], found["misses"], found["hits"]) == (str(path), 2, 0)
         text = " ".join(str(um.report()).split())
-        assert "0 of 2 pieces were in memory, 0.0%;" in text
+        assert "0 of 2 pieces were in RAM, 0.0%;" in text
         assert "weights:slots" in text
     assert "streams" not in um.report().facts
 

@@ -38,7 +38,7 @@ N_SCRAPED = 20
 PAGE = 4096
 FEW, MANY = "beside few", "beside many"
 
-# Tokens of 2 KB each of K and of V: 256 KiB, which stay in a second-level cache beside many others.
+# Tokens of 2 KiB each of K and of V: 256 KiB, which stay in a second-level cache.
 N_TOKENS = 64
 
 

@@ -92,7 +92,7 @@ def empty_call(n: int) -> Side:
 def append(measure: Measure, n_tokens: int, rounds: int) -> None:
     """Compare ``KVCache.append`` of one token with the same bytes assigned to slices.
 
-    All sides walk through the same number of rows, 2 KB each of K and of V; C through those of the
+    All sides walk through the same number of rows, 2 KiB each of K and of V; C through those of the
     cache itself.
     """
     shape = (N_HEADS, HEAD_DIM)
@@ -143,7 +143,7 @@ def copies(cache: um.KVCache, k: NDArray[np.float16], v: NDArray[np.float16]) ->
 
 SUITE.case(
     "append",
-    "What does one token cost, 2 KB each of K and V, in a cache that stays in the CPU's own?",
+    "What does one token cost, 2 KiB each of K and V, in a cache that stays in the CPU's own?",
     unit="ns",
     targets=[faster("NumPy slices", 3.0, issue=2)],
 )(partial(append, n_tokens=256, rounds=ROUNDS))

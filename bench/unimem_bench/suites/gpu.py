@@ -17,6 +17,7 @@ import numpy as np
 
 import unimem as um
 from unimem.backends import cuda_driver
+from unimem.base.text import format_bytes
 from unimem_bench.empty_call import EmptyCall
 from unimem_bench.rounds import Side, stopwatch
 from unimem_bench.states import read_through
@@ -26,7 +27,7 @@ from unimem_bench.weight_files import TENSOR_BYTES, tensors_that_fit, weight_fil
 SUITE = Suite("gpu", "What does the GPU twin cost?", passes=2)
 
 N_FLOATS = 4096
-SHAPE = N_HEADS, HEAD_DIM = 8, 128  # 2 KB of K and 2 KB of V a token, as float16
+SHAPE = N_HEADS, HEAD_DIM = 8, 128  # 2 KiB of K and 2 KiB of V a token, as float16
 ROW_BYTES = N_HEADS * HEAD_DIM * 2
 N_TOKENS = 128  # with two launches each, below the queue length at which the host waits
 BATCH_TOKENS = 16384  # 64 MiB of K and V
@@ -260,8 +261,8 @@ def check(stored: Any, want: Any) -> None:
 
 
 for name, what, run in (
-    ("append", "one token, 2 KB of K and 2 KB of V,", append_token),
-    ("append a vector", "a vector of 2 KB", append_row),
+    ("append", "one token, 2 KiB of K and 2 KiB of V,", append_token),
+    ("append a vector", "a vector of 2 KiB", append_row),
 ):
     SUITE.case(
         name,
@@ -727,7 +728,7 @@ def upload(measure: Measure) -> None:
     on_device = cuda_driver.driver(0).free_bytes() // (3 * TENSOR_BYTES)
     n_tensors = min(tensors_that_fit(measure.folder, wanted), on_device)
     if n_tensors < 1:
-        raise NotMeasured(f"wants {3 * TENSOR_BYTES / 1e6:.0f} MB of free memory on the device")
+        raise NotMeasured(f"wants {format_bytes(3 * TENSOR_BYTES)} of free memory on the device")
     file = weight_file(measure.folder, "gguf", n_tensors)
     read_through(file.path)
     nbytes = n_tensors * TENSOR_BYTES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from unimem.base.html import Html, bar, fragment, heading, join, markup, size, table
+from unimem.base.html import Html, bar, fragment, heading, join, markup, size, stamp, table
 from unimem.system.placement import Placement
 
 _COLOR = "#3b82c4"
@@ -42,8 +42,9 @@ def block_html(block: _Block) -> Html:
         ("swapped out", granted.swapped_bytes),
     ):
         rows.append((name, "", size(nbytes), bar(nbytes / max(1, block.nbytes), _COLOR)))
-    head = ("", "asked", "granted", "")
-    return fragment(heading(f"Block '{block.name}'"), table(head, rows, align="<>><"))
+    head = ("", "requested", "granted", "")
+    title = heading(f"Block '{block.name}'")
+    return fragment(title, stamp(), table(head, rows, align="<>><"))
 
 
 def _nodes(granted: Placement) -> Html:

@@ -266,7 +266,7 @@ class Measured:
             "seconds": f"{self.seconds:.6f}",
         }
         surface = Surface()
-        shown = [*table_lines(surface, ("category", "peak", "growth"), lines), ""]
+        shown = [*table_lines(surface, ("memory", "high water", "growth"), lines), ""]
         return "\n".join([*shown, *fact_lines(surface, facts.items())])
 
     def __repr__(self) -> str:

@@ -48,16 +48,20 @@ class MetricFamily(NamedTuple):
 # The labels and the help of each family; counters end in _total.
 _TEXTS: dict[str, tuple[tuple[str, ...], str]] = {
     "unimem_process_up": (("pid",), "Whether the process is there and can be read."),
-    "unimem_memory_bytes": (_ROW, "Memory that is mapped."),
+    "unimem_memory_bytes": (_ROW, "Size: memory that is mapped."),
     "unimem_memory_resident_bytes": (
         _ROW,
-        "Memory in RAM, where a page that n mappings share counts 1/n (Pss).",
+        "In RAM: a page that n mappings share counts 1/n (Pss).",
     ),
     "unimem_memory_requested_bytes": (
         _ROW,
         "Requested memory, before it was rounded to pages, if unimem knows it.",
     ),
-    "unimem_memory_active_bytes": (_ROW, "Memory in use, if unimem knows it."),
+    "unimem_memory_active_bytes": (_ROW, "Active: memory that is used now, if unimem knows it."),
+    "unimem_memory_high_water_bytes": (
+        _ROW,
+        "High water: the highest use so far, if unimem knows it.",
+    ),
     "unimem_memory_locked_bytes": (_ROW, "Memory that is locked in RAM."),
     "unimem_memory_swapped_bytes": (_ROW, "Memory that is swapped out."),
     "unimem_memory_page_bytes": (
@@ -82,7 +86,7 @@ _TEXTS: dict[str, tuple[tuple[str, ...], str]] = {
     "unimem_kv_tokens": (_PROCESS, "Tokens in the KV caches of these engines."),
     "unimem_pieces_total": (
         (*_PROCESS, "kind"),
-        "Pieces of streamed weights that these engines have used: hits were in memory, misses had "
+        "Pieces of streamed weights that these engines have used: hits were in RAM, misses had "
         "to be read.",
     ),
     "unimem_piece_read_bytes_total": (_PROCESS, "Bytes read for them."),
@@ -310,6 +314,7 @@ def _of_rows(who: tuple[str, str], report: Report) -> Iterator[_Value]:
             "_resident": row.resident_bytes,
             "_requested": row.requested_bytes,
             "_active": row.active_bytes,
+            "_high_water": row.high_water_bytes,
         }
         if row.granted is not None:
             sizes["_locked"] = row.granted.locked_bytes

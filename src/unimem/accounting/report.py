@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ from unimem.system.heap import malloc_bytes
 from unimem.system.process import Area, Process, counters, read_process
 from unimem.weights.stream.stream import open_streams
 
-__all__ = ["Mapping", "Report", "Row", "report"]
+__all__ = ["Mapping", "Report", "Row", "add_use", "report"]
 
 _SCHEMA = "unimem.report/1"
 
@@ -42,11 +43,14 @@ class Report:
         Names to numbers, texts or lists.
     mappings : tuple of Mapping
         By address; the rows of main memory are their sums.
+    made : float
+        When it was made, in seconds since 1970; equal reports may differ in it.
     """
 
     rows: tuple[Row, ...]
     facts: dict[str, Any] = field(default_factory=dict)
     mappings: tuple[Mapping, ...] = ()
+    made: float = field(default_factory=time.time, compare=False)
 
     def __getitem__(self, category: str) -> Row:
         """Return the row of a category: of main memory, else of the first device that has it.
@@ -108,7 +112,7 @@ class Report:
     def _repr_html_(self) -> str:
         from unimem.accounting.report_html import report_html
 
-        return report_html(self.rows, self.facts)
+        return report_html(self.rows, self.facts, self.made)
 
 
 # ---- of a process -------------------------------------------------------------------------------
@@ -177,7 +181,7 @@ def report(pid: int | None = None) -> Report:
         "models": [_describe_model(process, model) for model in mapped],
     }
     if number != os.getpid():
-        return Report(rows, facts, mappings)
+        return Report(add_use(rows, entries), facts, mappings)
     if streams := open_streams():
         facts["streams"] = [stream.to_dict() for stream in streams]
     malloc = malloc_bytes()
@@ -269,6 +273,15 @@ def _count_once(ranges: Iterable[tuple[int, int]]) -> int:
         total += max(0, high - max(low, reached))
         reached = max(reached, high)
     return total
+
+
+def add_use(rows: Iterable[Row], entries: Iterable[Entry]) -> tuple[Row, ...]:
+    """Add the highest use of each category whose parts of entries know it."""
+    most: dict[str, int] = {}
+    for part in (part for entry in entries for part in entry.parts):
+        if part.high_water_bytes is not None:
+            most[part.category] = most.get(part.category, 0) + part.high_water_bytes
+    return tuple(replace(row, high_water_bytes=most.get(row.category)) for row in rows)
 
 
 def _add_high_water(rows: Sequence[Row]) -> list[Row]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from unimem.accounting.report_text import report_facts
 from unimem.accounting.row import Row
-from unimem.base.html import Html, bar, facts, fragment, heading, size, stack, table
+from unimem.base.html import Html, bar, facts, fragment, heading, size, stack, stamp, table
 from unimem.system.placement import Placement, sum_placements
 
 # By kind of category; weights of several types have one hue.
@@ -31,9 +31,9 @@ _COLORS = {
 }
 
 
-def report_html(rows: Sequence[Row], known: Mapping[str, Any]) -> Html:
-    """Write the rows and facts of a report, for a notebook."""
-    return fragment(*report_parts(rows, known))
+def report_html(rows: Sequence[Row], known: Mapping[str, Any], made: float) -> Html:
+    """Write the rows and facts of a report of a time, for a notebook."""
+    return fragment(stamp(made), *report_parts(rows, known))
 
 
 def color_of(category: str, n_before: int = 0) -> str:
@@ -73,7 +73,7 @@ def report_parts(rows: Sequence[Row], known: Mapping[str, Any]) -> Iterator[Html
 
 
 def _memory(rows: Sequence[Row], colors: Mapping[str, str]) -> Html:
-    """Write requested and mapped memory of each category, and the sums."""
+    """Write the sizes of each category, and the sums."""
     whole = sum(row.resident_bytes or 0 for row in rows if row.device is None)
     lines = [
         (
@@ -93,11 +93,11 @@ def _memory(rows: Sequence[Row], colors: Mapping[str, str]) -> Html:
         held = size(whole) if device is None else ""
         sums.append((_on("total", device), "", size(nbytes), held, "", "", ""))
     return table(
-        ("memory", "asked", "mapped", "in RAM", "in use", "most", ""),
+        ("memory", "requested", "size", "in RAM", "active", "high water", ""),
         lines,
         foot=sums,
         align="<>>>>><",
-        spare=("asked", "in use", "most"),
+        spare=("requested", "active", "high water"),
     )
 
 

@@ -20,6 +20,7 @@ from unimem.base.html import (
     markup,
     page,
     size,
+    stamp,
     table,
 )
 from unimem.base.text import format_bytes, format_change, format_count
@@ -29,7 +30,7 @@ from unimem.system.pressure import Pressure
 
 __all__ = ["report_page"]
 
-_TAKEN, _TIGHT = "#3b82c4", "#c9544d"
+_USED, _TIGHT = "#3b82c4", "#c9544d"
 _TIGHT_SHARE = 0.9
 _MAPPINGS_BYTES = 150_000  # of the rows of mappings
 _ROW_BYTES = 130  # of a row, beside its texts
@@ -37,7 +38,7 @@ _LAYERS = 8  # of a chart
 
 
 def report_page(sample: Sample, growth: Sequence[GrowthPoint] = (), note: str = "") -> str:
-    """Write a sample of a process, as a page of less than 300 kB that needs no network.
+    """Write a sample of a process, as a page of less than 300 KiB that needs no network.
 
     Very many mappings are cut to those with most in RAM, and the sums of the rest.
 
@@ -48,13 +49,14 @@ def report_page(sample: Sample, growth: Sequence[GrowthPoint] = (), note: str = 
     growth : sequence of GrowthPoint
         Memory in RAM over time.
     note : str
-        The end of the page: when it was written, and by which version.
+        The end of the page: which version wrote it.
     """
     report = sample.report
     known = report.facts
     title = f"{known.get('name') or 'process'} {known.get('pid', '')}: memory"
     parts = [
         Html(f"<h1>{join([title])}</h1>"),
+        stamp(sample.clock),
         *report_parts(report.rows, known),
         *_growth(growth),
         *_limits(sample.limits, sample.pressure),
@@ -74,14 +76,14 @@ def _limits(limits: Sequence[Limit], pressure: Sequence[Pressure]) -> Iterator[H
     yield heading("Limits")
     shares = [min(1.0, limit.used_bytes / max(1, limit.limit_bytes)) for limit in limits]
     yield table(
-        ("limit", "of", "taken", "left", ""),
+        ("limit", "of", "used", "room", ""),
         [
             (
                 limit.name,
                 size(limit.limit_bytes),
                 size(limit.used_bytes),
                 size(limit.room_bytes),
-                bar(share, _TIGHT if share > _TIGHT_SHARE else _TAKEN),
+                bar(share, _TIGHT if share > _TIGHT_SHARE else _USED),
             )
             for limit, share in zip(limits, shares, strict=True)
         ],
@@ -147,8 +149,8 @@ def _mappings(mappings: Sequence[MappedRange]) -> Iterator[Html]:
             break
         shown.append(cells)
     yield heading(format_count(len(mappings), "mapping"))
-    head = ("address", "mapped", "in RAM", "asked", "granted", "memory", "name")
-    yield table(head, shown, align="<>><<<p", spare=("address", "mapped", "asked", "granted"))
+    head = ("address", "size", "in RAM", "requested", "granted", "memory", "name")
+    yield table(head, shown, align="<>><<<p", spare=("address", "size", "requested", "granted"))
     if left := ordered[len(shown) :]:
         nbytes, held = (
             size(sum(sizes))
@@ -163,14 +165,14 @@ def _mapping(each: MappedRange) -> tuple[str, ...]:
         f"{each.address:x}",
         size(each.nbytes),
         size(each.granted.pss_bytes),
-        ", ".join(_asked(each.requested or {})) or "-",
+        ", ".join(_requested(each.requested or {})) or "-",
         ", ".join(_granted(each.granted)),
         kind_of_mapping(each),
         each.path or each.name,
     )
 
 
-def _asked(requested: Mapping[str, Any]) -> Iterator[str]:
+def _requested(requested: Mapping[str, Any]) -> Iterator[str]:
     """Write the request of a block."""
     if pages := requested.get("pages"):
         yield str(pages)

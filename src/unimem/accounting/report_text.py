@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from unimem.accounting.row import Mapping as MappedRange
-from unimem.accounting.row import Row
+from unimem.accounting.row import Row, explain
 from unimem.base.text import (
     Bar,
     Surface,
@@ -84,6 +84,7 @@ def report_facts(rows: Sequence[Row], facts: Mapping[str, Any]) -> Iterator[list
     yield [*_sums(rows), *_faults(rows, facts)]
     yield list(_of_exec(facts))
     yield list(_more(facts))
+    yield explain(rows)
 
 
 def _heading(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -112,7 +113,8 @@ def _heading(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield "streams", pieces_text({name: counters[f"piece_{name}"] for name in names})
     for stream in facts.get("streams", ()):
         of, budget = format_bytes(stream["resident_bytes"]), format_bytes(stream["budget_bytes"])
-        yield "streams", f"{stream['path']} ({of} of a budget of {budget}; {pieces_text(stream)})"
+        where = f"{of} in RAM of a budget of {budget}"
+        yield "streams", f"{stream['path']} ({where}; {pieces_text(stream)})"
     for device in facts.get("devices", ()):
         own, used, total = (
             format_bytes(device[f"{key}_bytes"]) for key in ("own", "used", "total")
@@ -121,7 +123,7 @@ def _heading(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         limit = "" if budget is None else f" of a budget of {format_bytes(budget)}"
         yield (
             device["name"],
-            f"{used} of {total} in use by all programs; {own} by unimem here{limit}",
+            f"{used} of {total} used by all programs; {own} by unimem here{limit}",
         )
     if problem := facts.get("problem"):
         yield "problem", problem
@@ -132,7 +134,7 @@ def pieces_text(counts: Mapping[str, int]) -> str:
     hits, all_ = counts["hits"], counts["hits"] + counts["misses"]
     share = f", {hits / all_:.1%}" if all_ else ""
     return (
-        f"{hits:,} of {all_:,} pieces were in memory{share}; {format_bytes(counts['read_bytes'])} "
+        f"{hits:,} of {all_:,} pieces were in RAM{share}; {format_bytes(counts['read_bytes'])} "
         f"read, {counts['waited_ns'] / 1e9:.1f} s waited"
     )
 
@@ -184,7 +186,7 @@ def _of_exec(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     asked += [f"numa {placed['numa']}"] if placed["numa"] else []
     asked += [name for name in ("lock", "prefault", "strict") if placed[name]]
     most = format_bytes(placed["most_bytes"])
-    yield "exec", f"{', '.join(asked)}: {placed['n_placed']:,} placed, {most} at a time"
+    yield "exec", f"{', '.join(asked)}: {placed['n_placed']:,} placed, high water {most}"
     for name, text in _SHORTFALLS.items():
         if placed[name]:
             yield "", f"{placed[name]:,} {text}"
@@ -246,7 +248,7 @@ def memory_lines(
         "active": [row.active_bytes for row in rows],
     }
     if surface.width >= _WIDE:
-        columns["most"] = [row.high_water_bytes for row in rows]
+        columns["high water"] = [row.high_water_bytes for row in rows]
     # A column without a single value is left out.
     columns = {name: sizes for name, sizes in columns.items() if name == "size" or any(sizes)}
     cells = [
@@ -274,7 +276,7 @@ def memory_lines(
             row_cells.append(format_change(nbytes) if nbytes else "0")
     shares = [(row.resident_bytes or 0) / total if total else 0.0 for row in rows]
     bars = [Bar(share) for share in shares] + [None] * (len(cells) - len(shares))
-    spare = ("pages", *(name for name in ("most", "active") if name in columns))
+    spare = ("pages", *(name for name in ("high water", "active") if name in columns))
     yield from table_lines(surface, head, cells, bars=bars, spare=spare)
 
 

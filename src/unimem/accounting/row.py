@@ -9,7 +9,7 @@ from typing import Any
 from unimem.errors import CategoryError
 from unimem.system.placement import Placement
 
-__all__ = ["Mapping", "Row", "find_row", "in_order", "plain"]
+__all__ = ["Mapping", "Row", "explain", "find_row", "in_order", "plain"]
 
 # The memory of a runtime first, then the rest.
 _ORDER = tuple(
@@ -18,6 +18,11 @@ _ORDER = tuple(
     anonymous libraries stacks files shared kernel
 """.split()
 )
+# Categories whose names do not say what they are.
+_MEANINGS = {
+    "diagnostics": "the figures that the process publishes, for unimem report",
+    "other": "copies of the model files' headers, and blocks without a category",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +34,15 @@ class Row:
     category : str
         ``"weights:q8_0"``, ``"kv"``, ``"scratch"``, ``"logits"``, ``"other"``, ...
     nbytes : int
-        Mapped or planned memory; memory that is mapped twice counts once.
+        Its size: mapped or planned memory; memory that is mapped twice counts once.
     granted : Placement or None
         The kernel's placement. Its `resident_bytes` count each mapping, as the kernel's Rss.
     active_bytes : int or None
-        Memory in use now.
+        Memory that is used now.
     resident_bytes : int or None
         Memory in RAM, where a page that n mappings share counts 1/n (Pss).
     high_water_bytes : int or None
-        The most that was in use, or mapped.
+        The highest use so far, or the highest size.
     device : str or None
         None for main memory, ``"cuda:0"`` for a GPU's.
     requested_bytes : int or None
@@ -108,6 +113,12 @@ def find_row(rows: Iterable[Row], category: str) -> Row:
             return row
         categories.append(row.category)
     raise CategoryError(category, tuple(dict.fromkeys(categories)))
+
+
+def explain(rows: Iterable[Row]) -> list[tuple[str, str]]:
+    """Return the categories of rows whose names do not say what they are, and their meanings."""
+    found = {row.category for row in rows if row.nbytes}
+    return [(name, meaning) for name, meaning in _MEANINGS.items() if name in found]
 
 
 def plain(thing: Row | Mapping) -> dict[str, Any]:

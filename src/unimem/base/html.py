@@ -5,6 +5,8 @@ All text is escaped, unless a function of this module has made it.
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterable, Sequence
 from html import escape as quote
 
@@ -23,11 +25,12 @@ __all__ = [
     "preformatted",
     "size",
     "stack",
+    "stamp",
     "table",
 ]
 
-# Colours of bars are of medium brightness, and all others are the reader's own, so that the page is
-# readable in light and dark, also in a notebook with another theme than the system.
+# Colours of bars are of medium brightness, and all others are those around it: of a page, which is
+# light or dark as the system prefers, or of a notebook, whose theme may be another.
 _STYLE = """
 .unimem{font:14px/1.45 system-ui,sans-serif;max-width:72rem;text-align:left}
 .unimem *{box-sizing:border-box}
@@ -73,8 +76,9 @@ _PAGE = """\
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width,initial-scale=1">
 <title>{title}</title>
-<style>:root{{color-scheme:light dark}}body{{margin:0;padding:1rem;background:Canvas;\
-color:CanvasText}}.unimem{{margin:auto}}</style>
+<style>:root{{color-scheme:light dark}}body{{margin:0;padding:1rem;background:#fff;color:#1b1f24}}\
+.unimem{{margin:auto}}@media(prefers-color-scheme:dark){{body{{background:#14181d;color:#e6e9ec}}}}\
+</style>
 </head>
 <body>
 {body}
@@ -115,6 +119,12 @@ def join(parts: Iterable[str], separator: str = "") -> Html:
 def heading(text: str) -> Html:
     """Write the heading of a part."""
     return Html(f"<h2>{markup(text)}</h2>")
+
+
+def stamp(seconds: float | None = None) -> Html:
+    """Write the name of this host, and a time in seconds since 1970, by default now."""
+    when = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(seconds))
+    return Html(f'<p class="note">{markup(f"{os.uname().nodename}, {when}")}</p>')
 
 
 def preformatted(text: str) -> Html:

@@ -113,6 +113,7 @@ def _app() -> typer.Typer:
 
     from unimem.cli.cache import cache
     from unimem.cli.chat import chat
+    from unimem.cli.command import Command
     from unimem.cli.doctor import doctor
     from unimem.cli.exec import exec_
     from unimem.cli.inspect import inspect
@@ -145,11 +146,12 @@ def _app() -> typer.Typer:
         store,
         serve_slots,
     ):
-        app.command()(own)
+        app.command(cls=Command)(own)
     # Words behind the program's name belong to the program.
-    app.command("exec", context_settings={"allow_interspersed_args": False})(exec_)
+    behind = {"allow_interspersed_args": False}
+    app.command("exec", cls=Command, context_settings=behind)(exec_)
     for command in entry_points(group="unimem.commands"):
-        app.command(command.name)(command.load())
+        app.command(command.name, cls=Command)(command.load())
     return app
 
 

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from unimem.accounting.report_text import memory_lines
+from unimem.accounting.row import explain
 from unimem.base.atomic_file import write_text
 from unimem.base.cache_folder import cache_folder, check_own_folder
-from unimem.base.text import escape, format_count
+from unimem.base.text import escape, fact_lines, format_count
 from unimem.cli import terminal
 from unimem.cli.exits import Ended
 from unimem.cli.loading import (
@@ -344,7 +345,8 @@ def _obey(talk: Dialogue, command: str, path: str = "") -> bool:
 
 
 def _memory(talk: Dialogue) -> str:
-    lines = memory_lines(terminal.surface(), talk.decoder.report().rows)
+    surface, rows = terminal.surface(), talk.decoder.report().rows
+    lines = [*memory_lines(surface, rows), "", *fact_lines(surface, explain(rows))]
     if aside := talk.aside:
         return "\n".join([*lines, "", f"put aside while memory was short: {aside}", ""])
     used = f"{talk.decoder.kv.next_position:,} of {talk.decoder.ctx:,} tokens of context used"

@@ -54,7 +54,7 @@ def _option(name: str, **more: Any) -> Any:
                 raise typer.BadParameter(f"expected {', '.join(choices)}; got {text!r:.40}")
             return text
 
-        row |= {"parser": parse, "metavar": f"[{'|'.join(choices)}]"}
+        row |= {"parser": parse, "metavar": "|".join(choices)}
         row["autocompletion"] = lambda: [*choices]
     return typer.Option(f"--{name.replace('_', '-')}", **row)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -43,6 +42,4 @@ def page_at_end(
 
 
 def _page(sample: Sample, growth: MemoryGrowth) -> str:
-    when = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(sample.clock))
-    note = f"Read at {when} by unimem {version('unimem-llm')}."
-    return report_page(sample, growth.points, note)
+    return report_page(sample, growth.points, f"Read by unimem {version('unimem-llm')}.")

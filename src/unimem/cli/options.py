@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -146,7 +146,7 @@ KVType = Annotated[
     str,
     typer.Option(
         parser=_parse_kv_type,
-        metavar="[" + "|".join(KV_TYPES) + "]",
+        metavar="|".join(KV_TYPES),
         autocompletion=lambda: list(KV_TYPES),
         help="Type of the KV cache; two, as q8_0,q4_0, are those of K and of V.",
     ),
@@ -171,9 +171,10 @@ Window = Annotated[
 LoadMode = Annotated[
     EngineLoad,
     typer.Option(
+        metavar="|".join(get_args(EngineLoad)),
         help="How the model comes into memory: mapped, copied through the page cache, read past "
         "it, or repacked in the order that this CPU multiplies fastest; auto repacks a model that "
-        "gains by it, and maps others if that satisfies --pages and --numa."
+        "gains by it, and maps others if that satisfies --pages and --numa.",
     ),
 ]
 WeightsBudget = Annotated[
@@ -185,7 +186,11 @@ WeightsBudget = Annotated[
     ),
 ]
 PageSize = Annotated[
-    Pages, typer.Option(help="Pages of the KV cache, scratch memory, and a model that is read.")
+    Pages,
+    typer.Option(
+        metavar="|".join(get_args(Pages)),
+        help="Pages of the KV cache, scratch memory, and a model that is read.",
+    ),
 ]
 NumaNodes = Annotated[
     str | None,

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from unimem._core.status import counters
 from unimem.accounting.report import Report
 from unimem.accounting.report_text import memory_lines, pieces_text
+from unimem.accounting.row import explain
 from unimem.base.atomic_file import NewFile
 from unimem.base.text import escape, fact_lines, format_bytes, format_count, table_lines
 from unimem.cli import terminal
@@ -556,7 +557,7 @@ def _streamed(stream: dict[str, int]) -> str:
 def _notes(report: Report) -> dict[str, str]:
     known = report.facts
     build = f"{known['ggml']}, {'' if known['tinyblas'] else 'no '}tinyBLAS"
-    return {"ggml": f"{build}, {' '.join(known['cpu_features'])}"}
+    return dict(explain(report.rows)) | {"ggml": f"{build}, {' '.join(known['cpu_features'])}"}
 
 
 def _speed(n: int, seconds: float) -> str:

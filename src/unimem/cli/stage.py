@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import typer
 
@@ -62,12 +62,15 @@ def stage(
             show_default=False,
         ),
     ] = None,
-    pages: Annotated[Pages, typer.Option(help="The page size of the staged model.")] = "auto",
+    pages: Annotated[
+        Pages,
+        typer.Option(metavar="|".join(get_args(Pages)), help="The page size of the staged model."),
+    ] = "auto",
     numa: NumaNodes = None,
     lock: Annotated[bool, typer.Option("--lock", help="Keep it from being swapped out.")] = False,
     backing: Annotated[
         Literal["auto", "tmpfs", "hugetlb", "memfd", "shm"],
-        typer.Option(help="The kind of shared memory."),
+        typer.Option(metavar="auto|tmpfs|hugetlb|memfd|shm", help="The kind of shared memory."),
     ] = "auto",
     repack: Annotated[
         bool,

@@ -74,7 +74,7 @@ def store(
     what: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="KEY|all|FILE|KEY FILE",
+            metavar="KEY|FILE|all",
             help="drop, pin, unpin: the beginnings of keys, as show or list shows them, or all. "
             "import: slot files. export: the beginning of a key, and the file to write.",
             show_default=False,

@@ -145,7 +145,7 @@ def _figures(now: Sample, done: Rates) -> Iterator[tuple[str, str]]:
         there, missing = _number(done.piece_hits), _number(done.piece_misses)
         waited = "-" if done.piece_waited_ns is None else f"{done.piece_waited_ns / 1e9:.0%}"
         speed = _speed(done.piece_read_bytes)
-        yield "pieces/s", f"{there} in memory, {missing} read; {speed}, {waited} of the time waited"
+        yield "pieces/s", f"{there} in RAM, {missing} read; {speed}, {waited} of the time waited"
     cpu = "-" if done.cpu_seconds is None else f"{done.cpu_seconds:.0%}"
     threads = format_count(now.counters.n_threads, "thread")
     up = timedelta(seconds=int(now.up_seconds))
@@ -158,11 +158,11 @@ def _figures(now: Sample, done: Rates) -> Iterator[tuple[str, str]]:
     shares = [f"{p.source} {p.some_percent:.2f}%, {p.full_percent:.2f}%" for p in now.pressure]
     yield "pressure", "; ".join(shares) or "not available: this kernel does not count it (PSI)"
     least = sorted(now.limits, key=lambda limit: limit.room_bytes)[:1]
-    free = [
+    room = [
         f"{format_bytes(limit.room_bytes)} of {format_bytes(limit.limit_bytes)}, {limit.name}"
         for limit in dict.fromkeys((*now.limits[:1], *least))
     ]
-    yield "free", "; ".join(free) or "-"
+    yield "room", "; ".join(room) or "-"
 
 
 def _number(rate: float | None) -> str:

@@ -61,7 +61,7 @@ class Layout(Lifetimes[Tape]):
     ...     hidden = layout.scratch.take(1024, "float16")
     ...     layout.clear_pass()
     ...     print(layout.stat())
-    weights: 0.0/1.0 MB | scratch: 0.0/0.1 MB | history: 0.0/1.0 MB
+    weights: 0.0/1.0 MiB | scratch: 0.0/0.1 MiB | history: 0.0/1.0 MiB
     """
 
     weights: Tape

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from unimem._core.ledger import Part, entries
 from unimem.accounting.attribution import attribute
 from unimem.accounting.published import NAME
-from unimem.accounting.report import Report
+from unimem.accounting.report import Report, add_use
 from unimem.backends import ggml
 from unimem.base.text import format_bytes, format_ranges
 from unimem.engine.history import History
@@ -80,10 +80,6 @@ def make_report(decoder: DecoderMemory) -> Report:
         if any(e.address <= area.start < e.address + e.reserved_bytes for e in own)
     )
     mappings, rows = attribute(replace(process, areas=areas), own)
-    most: dict[str, int] = {}
-    for part in (part for entry in own for part in entry.parts):
-        if part.high_water_bytes is not None:
-            most[part.category] = most.get(part.category, 0) + part.high_water_bytes
     n = decoder.threads - 1  # beside the calling thread
     facts: dict[str, Any] = {
         "model": ", ".join(weights.files),
@@ -104,5 +100,4 @@ def make_report(decoder: DecoderMemory) -> Report:
     }
     if weights.stream is not None:
         facts["streams"] = [weights.stream.to_dict()]  # as a report of the whole process
-    rows = tuple(replace(row, high_water_bytes=most.get(row.category)) for row in rows)
-    return Report(rows, facts | ggml.facts(), mappings)
+    return Report(add_use(rows, own), facts | ggml.facts(), mappings)

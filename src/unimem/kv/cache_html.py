@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unimem.base.html import Html, bar, fragment, markup, size, table
+from unimem.base.html import Html, bar, fragment, markup, size, stamp, table
 
 _COLOR = "#e08a2e"
 _Row = tuple[str, str, str, Html]
@@ -38,11 +38,11 @@ def paged_html(cache: Any) -> Html:
 
 def _page(cache: Any, unit: str, held: int, most: int) -> Html:
     whole = cache.capacity_bytes
-    sizes = {"in use": cache.memory_usage_bytes, "in RAM": cache.resident_bytes}
+    sizes = {"active": cache.memory_usage_bytes, "in RAM": cache.resident_bytes}
     rows: list[_Row] = [(unit, f"{held:,}", f"{most:,}", bar(held / max(1, most), _COLOR))]
     rows += [
         (name, size(nbytes), size(whole), bar(nbytes / max(1, whole), _COLOR))
         for name, nbytes in sizes.items()
     ]
     lines = table(("", "", "of", ""), rows, align="<>><")
-    return fragment(markup(repr(cache)), lines)
+    return fragment(markup(repr(cache)), stamp(), lines)

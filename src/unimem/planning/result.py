@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import PurePath
 from shlex import quote
@@ -12,7 +13,7 @@ from typing import Any, Literal
 
 from unimem.accounting.report_html import colors_of
 from unimem.accounting.row import Row, find_row
-from unimem.base.html import Html, bar, facts, fragment, heading, join, size, stack, table
+from unimem.base.html import Html, bar, facts, fragment, heading, join, size, stack, stamp, table
 from unimem.base.install_hint import install_hint
 from unimem.base.text import (
     Bar,
@@ -197,6 +198,8 @@ class Plan:
     spread : NodeSpread or None
         What each NUMA node would have with each way to place the model, and the best way; None with
         one usable node, for streamed weights, and for a GPU.
+    made : float
+        When it was made, in seconds since 1970; equal plans may differ in it.
     """
 
     rows: tuple[Row, ...]
@@ -235,6 +238,7 @@ class Plan:
     spilled_now_bytes: int | None = None
     min_ctx: int = 1
     spread: NodeSpread | None = None
+    made: float = field(default_factory=time.time, compare=False)
 
     def __getitem__(self, category: str) -> Row:
         """Return the row of a category: of main memory, else of the first device that has one.
@@ -347,7 +351,7 @@ class Plan:
             **{
                 item.name: getattr(self, item.name)
                 for item in fields(self)
-                if item.name not in ("rows", "checks", "advice", "layers", "reading", "spread")
+                if item.name not in ("rows", "checks", "advice", "layers", "reading", "spread", "made")
             },
             "reading": None if self.reading is None else self.reading.to_dict(),
             "spread": None if self.spread is None else asdict(self.spread),
@@ -561,7 +565,12 @@ def _memory_lines(surface: Surface, plan: Plan) -> Iterator[str]:
     yield from table_lines(surface, ("memory", "size"), rows, bars=bars)
 
 
+# What is in rows of a plan whose categories do not say it.
+_CONTENTS = {"diagnostics": "for unimem report", "other": "copies of headers"}
+
+
 def _on(what: str, device: str | None) -> str:
+    what = f"{what} ({_CONTENTS[what]})" if what in _CONTENTS else what
     return what if device is None else f"{what} on {device}"
 
 
@@ -724,6 +733,7 @@ def _html(plan: Plan) -> Html:
     ]
     parts = [
         heading(_verdict(_NOTEBOOK, plan)),
+        stamp(plan.made),
         facts(_facts(plan, plan.facts.get("model", "")).items()),
         stack((row.category, row.nbytes, colors[row.category]) for row in host),
         table(("memory", "size", ""), rows, foot=sums, align="<><"),

@@ -247,7 +247,7 @@ class MachineFacts:
     findings: tuple[Finding, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain dicts, lists, numbers and texts; ``docs/doctor.md`` names every key."""
+        """Return plain dicts, lists, numbers and texts, by ``docs/schemas/doctor-1.json``."""
         return {"schema": _SCHEMA, **_plain(self)}
 
     def to_json(self) -> str:

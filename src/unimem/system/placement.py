@@ -79,9 +79,9 @@ class Placement:
     nodes: dict[int, int] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
-        text = f"{self.pages}, {format_bytes(self.resident_bytes)} resident"
+        text = f"{self.pages}, {format_bytes(self.resident_bytes)} in RAM"
         if self.huge_bytes:
-            text += f", {format_bytes(self.huge_bytes)} huge"
+            text += f", {format_bytes(self.huge_bytes)} in huge pages"
         if self.locked_bytes:
             text += f", {format_bytes(self.locked_bytes)} locked"
         if self.swapped_bytes:
@@ -101,7 +101,7 @@ def sum_placements(placements: Sequence[Placement]) -> Placement:
     >>> small = Placement("4k", 4096, 8192, 0, 0, 0, 8192, {0: 8192})
     >>> huge = Placement("thp", 2 << 20, 2 << 20, 2 << 20, 0, 0, 2 << 20, {0: 2 << 20})
     >>> print(sum_placements([small, huge]))
-    4k, 2.0 MiB resident, 2.0 MiB huge
+    4k, 2.0 MiB in RAM, 2.0 MiB in huge pages
     """
     if len(placements) == 1:
         return placements[0]

@@ -45,7 +45,7 @@ def report(
 ) -> Report:
     """A process with these rows, a mapping for each of them but the last, and a row on a GPU."""
     rows = [
-        Row(name, nbytes, placed(held, swapped), active, held)
+        Row(name, nbytes, placed(held, swapped), active, held, active)
         for name, (nbytes, held, active) in sizes.items()
     ]
     mappings = [
