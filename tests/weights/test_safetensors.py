@@ -126,7 +126,8 @@ def test_no_tensors(reference: Any) -> None:
         assert check_same(raw, reference) == 0
         header = header_of(raw)
         assert (header.nbytes, header.data_offset) == (len(raw), len(raw))
-        assert header.keys() == header.tensor_names() == header.by_type() == {}
+        assert header.keys() == header.tensor_names() == {}
+        assert header.by_type() == {}
 
 
 def test_any_order(reference: Any) -> None:
