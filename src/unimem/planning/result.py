@@ -351,7 +351,8 @@ class Plan:
             **{
                 item.name: getattr(self, item.name)
                 for item in fields(self)
-                if item.name not in ("rows", "checks", "advice", "layers", "reading", "spread", "made")
+                if item.name
+                not in ("rows", "checks", "advice", "layers", "reading", "spread", "made")
             },
             "reading": None if self.reading is None else self.reading.to_dict(),
             "spread": None if self.spread is None else asdict(self.spread),
