@@ -55,6 +55,15 @@ def stage(_folder: Path) -> None:
     um.stage(embedded_model()).close()
 
 
+def stage_for_long(folder: Path) -> None:
+    os.environ["UNIMEM_STAGING"] = str(folder / "staging")
+    model = embedded_model()
+    for words in (("--at", folder / "at", "--budget", "64M", model), ("--pin", model)):
+        assert show("stage", *words).code == 0
+    assert show("stage", "--drop", model).code == 0
+    del os.environ["UNIMEM_STAGING"]
+
+
 WRITERS: dict[str, Callable[[Path], object]] = {
     "disk speed": lambda _: remember("8:0", DiskSpeed(1, 1, "2026-11-28")),
     "exec": execute,
@@ -64,10 +73,11 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "share": lambda _: um.Block(4096, shared=f"mode-{os.getpid()}").close(),
     "snapshot, chunks": save,
     "stage": stage,
+    "stage, budget, path": stage_for_long,
     "text": lambda folder: write_text(folder / "text", "text"),
     "textfile": lambda folder: show("metrics", os.getpid(), "--textfile", folder / "unimem.prom"),
 }
-FOR_OTHERS = (".unimem.prom.", ".repacked.")
+FOR_OTHERS = (".unimem.prom.", ".repacked.", "/at")
 Created = dict[str, list[tuple[str, str, str]]]  # modes in octal at the creation and now, and path
 
 
@@ -116,8 +126,8 @@ def test_only_what_is_meant_for_others_is_created_for_them(created: Created, nam
     rows = created[name]
     assert rows, "nothing was created"
     assert [row for row in rows if row[0] != row[1]] == []
-    assert {mode for mode, _, _ in rows} <= {"600", "700", "644"}
-    others = [path for mode, _, path in rows if mode == "644"]
+    assert {mode for mode, _, _ in rows} <= {"600", "700", "644", "755"}
+    others = [path for mode, _, path in rows if mode in ("644", "755")]
     assert [path for path in others if not any(word in path for word in FOR_OTHERS)] == []
 
 
