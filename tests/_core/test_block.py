@@ -33,6 +33,19 @@ needs_thp = pytest.mark.skipif(HUGE == 0, reason="this kernel gives no transpare
 # ---- size, placement, ledger ----
 
 
+def test_sizes_are_text_as_well(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(3 * PAGE))
+    with um.Block.map(tmp_path / "file", nbytes="4K") as block:
+        assert block.requested["nbytes"] == 4096
+    with um.Block("1M", pages="4k") as block:
+        assert block.release(0, "64K") == 64 << 10
+        block.commit("1M")
+    with um.Tape("1M") as tape:
+        assert tape.take_bytes("2K").nbytes == 2048
+        with pytest.raises(ValueError, match=r"nbytes: .*'2 elephants'"):
+            tape.take_bytes("2 elephants")
+
+
 @pytest.mark.parametrize("nbytes", [1, PAGE - 1, PAGE, PAGE + 1, 3_000_001])
 def test_size_is_rounded_up_to_pages_and_the_request_is_kept(nbytes: int) -> None:
     request = {"nbytes": nbytes, "pages": "4k", "numa": None, "lock": False, "shared": False}

@@ -53,7 +53,6 @@ def test_a_page_loads_nothing() -> None:
     assert "default-src &#x27;none&#x27;" in text
     # The reader's settings choose light or dark, and the colours of text.
     assert "color-scheme:light dark" in text
-    assert "@media(prefers-color-scheme:dark){body{" in text
     assert 'name="viewport"' in text
 
 

@@ -122,7 +122,7 @@ def test_the_page_shows_the_record(
     assert text.endswith(f"{tool.END}\nbehind\n")
     assert "old" not in text
     for line in lines:
-        assert line in text.splitlines()
+        assert f"\n{line}" in text
     assert in_picture in (tmp_path / f"page/{suite}.svg").read_text()
 
 

@@ -231,7 +231,7 @@ def test_on_a_terminal_ctrl_c_ends_an_answer_only(model: Path, tmp_path: Path) -
         assert re.search(r"\d\d tokens restored from ", types(f"/resume {saved}\n", "\n> $"))
         shown = types("/memory\n", "\n> $")
         assert re.search(
-            r"^kv .*\n(.*\n)+total .*\n\n\d\d of 512 tokens of context used", shown, re.M
+            r"^kv .*\n(.*\n)+total .*\n(.*\n)+\n\d\d of 512 tokens of context used", shown, re.M
         )
         assert "tokens of context used" in types("\x04", "context used\n")
     lines = (cache / "chat_history").read_text().splitlines()

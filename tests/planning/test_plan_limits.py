@@ -201,8 +201,8 @@ def test_a_repacked_model_may_fill_most_of_a_cgroup(tmp_path: Path) -> None:
     if ggml_orders.find_order(2, (256, 64)) is None:
         pytest.skip("this build of ggml has no order for q4_0 on this CPU")
     path = write_hole(tmp_path / "large.gguf", "Q4_0", inner=8192, vocab=8000)
-    with small_cgroup(192 * MIB) as cgroup:
-        assert path.stat().st_size > 0.7 * 192 * MIB
+    with small_cgroup(194 * MIB) as cgroup:
+        assert path.stat().st_size > 0.7 * 194 * MIB
         assert cgroup.run(REPACK.format(path=str(path))) == "ran repack\n"
 
 

@@ -242,7 +242,7 @@ cdef class Block:
             policy.warn(text)
 
     @staticmethod
-    def map(path: str | PathLike[str], *, offset: int = 0, nbytes: int | None = None,
+    def map(path: str | PathLike[str], *, offset: int = 0, nbytes: int | str | None = None,
             mode: Literal["r", "c", "r+"] = "r", name: str | None = None,
             category: str = "weights") -> Block:
         """Map a file without reading it.
@@ -253,7 +253,7 @@ cdef class Block:
             A regular file.
         offset : int
             The first byte, a multiple of the base page.
-        nbytes : int, optional
+        nbytes : int or str, optional
             The number of bytes; by default up to the end of the file.
         mode : {"r", "c", "r+"}
             ``"r"``: shared and read-only. ``"c"``: writable, copy-on-write; the file never changes.
@@ -284,7 +284,7 @@ cdef class Block:
             fd = fds.add(os.open, file, (os.O_RDWR if mode == "r+" else os.O_RDONLY)
                          | os.O_CLOEXEC | os.O_NONBLOCK)
             size = os.fstat(fd).st_size
-            nbytes = max(size - start, 0) if nbytes is None else size_of(nbytes, "nbytes")
+            nbytes = max(size - start, 0) if nbytes is None else bytes_of(nbytes, "nbytes")
             if start + nbytes > max(size, start):
                 raise ValueError(f"{file}: expected offset and nbytes of a range of its {size} "
                                  f"bytes, got {start} and {nbytes}")
@@ -652,14 +652,14 @@ cdef class Block:
         self.note_granted(None)
         return grow(self.region(), self._choice, self.path, ranges, ranges)
 
-    def release(self, offset: int = 0, nbytes: int | None = None) -> int:
+    def release(self, offset: int = 0, nbytes: int | str | None = None) -> int:
         """Give memory back: RSS and commit charge fall, and addresses stay reserved.
 
         Parameters
         ----------
         offset : int
             In bytes.
-        nbytes : int, optional
+        nbytes : int or str, optional
             By default up to the end. Only whole steps inside the range are given back.
 
         Returns
@@ -676,7 +676,7 @@ cdef class Block:
         """
         cdef Region region = self.region()
         cdef size_t first = size_of(offset, "offset"), reserved = region.block.reserved_nbytes
-        cdef size_t size = (size_of(nbytes, "nbytes") if nbytes is not None
+        cdef size_t size = (bytes_of(nbytes, "nbytes") if nbytes is not None
                             else reserved - min(first, reserved))
         if size > reserved - min(first, reserved):
             raise ValueError(f"Block '{self.name}': expected offset and nbytes of a range of the "

@@ -528,10 +528,10 @@ cdef class Tape(Bump):
                                 _align_of(align))
         return array_over(address, dims, descr, self._region, True)
 
-    def take_bytes(self, nbytes: int, *, align: int = 64) -> npt.NDArray[Any]:
+    def take_bytes(self, nbytes: int | str, *, align: int = 64) -> npt.NDArray[Any]:
         """Take `nbytes` bytes as a uint8 array; otherwise as `take`."""
         if type(nbytes) is not int or nbytes < 0:
-            nbytes = size_of(nbytes, "nbytes")
+            nbytes = bytes_of(nbytes, "nbytes")
         return self.take(nbytes, "uint8", align=align)
 
     @cython.critical_section
@@ -643,10 +643,10 @@ cdef class DeviceTape(Bump):
             self._made[key] = array
         return array
 
-    def take_bytes(self, nbytes: int, *, align: int = 256) -> Any:
+    def take_bytes(self, nbytes: int | str, *, align: int = 256) -> Any:
         """Take `nbytes` bytes as a uint8 array; otherwise as `take`."""
         if type(nbytes) is not int or nbytes < 0:
-            nbytes = size_of(nbytes, "nbytes")
+            nbytes = bytes_of(nbytes, "nbytes")
         return self.take(nbytes, "uint8", align=align)
 
     def _n_views(self):

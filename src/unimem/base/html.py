@@ -29,8 +29,8 @@ __all__ = [
     "table",
 ]
 
-# Colours of bars are of medium brightness, and all others are those around it: of a page, which is
-# light or dark as the system prefers, or of a notebook, whose theme may be another.
+# Colours of bars are of medium brightness, and all others are the reader's own, so that the page is
+# readable in light and dark, also in a notebook with another theme than the system.
 _STYLE = """
 .unimem{font:14px/1.45 system-ui,sans-serif;max-width:72rem;text-align:left}
 .unimem *{box-sizing:border-box}
@@ -76,9 +76,8 @@ _PAGE = """\
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width,initial-scale=1">
 <title>{title}</title>
-<style>:root{{color-scheme:light dark}}body{{margin:0;padding:1rem;background:#fff;color:#1b1f24}}\
-.unimem{{margin:auto}}@media(prefers-color-scheme:dark){{body{{background:#14181d;color:#e6e9ec}}}}\
-</style>
+<style>:root{{color-scheme:light dark}}body{{margin:0;padding:1rem;background:Canvas;\
+color:CanvasText}}.unimem{{margin:auto}}</style>
 </head>
 <body>
 {body}
