@@ -309,7 +309,7 @@ def test_a_forked_child_raises_closed_error(large: Path, run_python: Run) -> Non
         import os, signal, threading
         import pytest
         import unimem as um
-        from test_content_hash import hold
+        from weights.test_content_hash import hold
 
         child, told = None, threading.Event()
         def progress(done, total):
@@ -329,9 +329,7 @@ def test_a_forked_child_raises_closed_error(large: Path, run_python: Run) -> Non
                 os._exit(7)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     """
-    here = Path(__file__).parent
-    path = f"{here}:{here.parent}"
-    done = run_python(script, "-W", "ignore", PYTHONPATH=path)
+    done = run_python(script, "-W", "ignore", PYTHONPATH=str(Path(__file__).parents[1]))
     assert done.returncode == 0, done.stderr
 
 
