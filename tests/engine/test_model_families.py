@@ -116,7 +116,9 @@ def test_a_long_talk_is_that_of_llama_cpp(arch: str, kv_dtype: str, n: int, tmp_
     # The last bit may differ, and with four bits a level is a tenth of a value.
     bound = 0.08 if kv_dtype.endswith("q4_0") else 0.01
     assert ours.shape == theirs.shape
-    assert np.abs(ours - theirs).max() <= bound * theirs.std()
+    far = np.abs(ours - theirs).max(axis=1) > bound * theirs.std()
+    # Where two experts are as good to a rounding, each side may choose another one for this token.
+    assert far.mean() <= (0.02 if "expert" in str(SHAPES[arch]) else 0), np.nonzero(far)
     # Without a ring, rows have the same order until tokens are trimmed.
     if arch == "qwen3moe" and llama_cpp.has_our_kernels():
         same = slice(1 + len(talk.first) + len(talk.second))
