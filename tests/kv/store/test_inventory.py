@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -139,6 +142,39 @@ def test_each_damaged_chunk_is_found(tmp_path: Path, differ: bool) -> None:
             _damage(path, chance, i)
         found = {key for key, _, fault in find_damaged(disk) if fault is not None}
     assert found == {path.stem for path in damaged}
+
+
+def test_what_others_put_anew_meanwhile_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path / "kv") as store:
+        put_two(store)
+        disk, read, locked = disk_of(store), DiskTier.read, DiskTier._locked
+        before, seen, gone = {*disk.chunks()}, list[bytes](), list[bytes]()
+
+        def late(tier: DiskTier, key: bytes, *of: Any, **options: Any) -> int:
+            if not seen:
+                seen.append(key)
+                tier.drop(key)
+                gone.append(key)
+            return read(tier, key, *of, **options)
+
+        @contextmanager
+        def brief(tier: DiskTier) -> Iterator[None]:
+            try:
+                with locked(tier):
+                    yield
+            finally:
+                if gone:
+                    gone.clear()
+                    put_two(store)
+
+        monkeypatch.setattr(DiskTier, "read", late)
+        monkeypatch.setattr(DiskTier, "_locked", brief)
+        found = list(find_damaged(disk))
+        assert {fault for *_, fault in found} == {None}
+        assert len(found) == len(before) - 1
+        assert {file.name for file in disk.chunks()} == {file.name for file in before}
 
 
 def _damage(path: Path, chance: random.Random, i: int) -> None:

@@ -151,24 +151,25 @@ def find_damaged(disk: FolderTier) -> Iterator[tuple[str, int, str | None]]:
     """
     for file in disk.chunks():
         key = bytes.fromhex(os.path.splitext(file.name)[0])
-        fault: str | None
-        try:
-            fault = _fault(disk, key, file.nbytes)
-        except OSError as error:
-            fault = error.strerror or str(error)
-        if fault is None or disk.nbytes_of(key) == file.nbytes:
-            yield key.hex(), file.nbytes, fault
+        nbytes, fault = file.nbytes, _fault(disk, key, file.nbytes)
+        if fault is not None:
+            try:
+                with disk._locked():  # others may have put it anew meanwhile, or removed it
+                    nbytes = os.stat(disk.path_of(key), follow_symlinks=False).st_size
+                    fault = _fault(disk, key, nbytes)
+            except FileNotFoundError:
+                continue
+        yield key.hex(), nbytes, fault
 
 
 def _fault(disk: FolderTier, key: bytes, nbytes: int) -> str | None:
     if nbytes > disk.budget_bytes:
         return f"it has {nbytes} bytes, more than the budget"
     blob = np.empty(nbytes, np.uint8)
-    n = disk.read(key, blob, marks=False)
-    if n == 0:
-        with disk._locked():  # a process was about to remove it
-            n = disk.read(key, blob, marks=False)
-    if n != nbytes:
-        return f"it has {n} bytes, not {nbytes}"
-    note = notes.read_note(disk.path_of(key))
-    return find_fault_alone(key, blob, note)
+    try:
+        n = disk.read(key, blob, marks=False)
+        if n != nbytes:
+            return f"it has {n} bytes, not {nbytes}"
+        return find_fault_alone(key, blob, notes.read_note(disk.path_of(key)))
+    except OSError as error:
+        return error.strerror or str(error)

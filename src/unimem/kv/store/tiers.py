@@ -251,12 +251,6 @@ class FolderTier:
         """Return a path of a chunk's file that holds while the tier is open."""
         return f"/proc/self/fd/{self._fd}/{_name(key)}"
 
-    def nbytes_of(self, key: bytes) -> int | None:
-        """Return the size of a chunk's file; None without a file."""
-        with suppress(FileNotFoundError), self._locked():  # no process is removing it
-            return os.stat(_name(key), dir_fd=self._fd, follow_symlinks=False).st_size
-        return None
-
     def chunks(self) -> list[CachedFile]:
         """List the files of chunks."""
         return [file for file in self._files.files() if _CHUNK.fullmatch(file.name)]
