@@ -345,9 +345,9 @@ def _obey(talk: Dialogue, command: str, path: str = "") -> bool:
 
 
 def _memory(talk: Dialogue) -> str:
-    surface, rows = terminal.surface(), talk.decoder.report().rows
-    lines = [*memory_lines(surface, rows), "", *fact_lines(surface, explain(rows))]
-    if aside := talk.aside:
+    surface, report = terminal.surface(), talk.decoder.report()
+    lines = [*memory_lines(surface, report.rows), "", *fact_lines(surface, explain(report.rows))]
+    if aside := report.facts["put_aside"]:
         return "\n".join([*lines, "", f"put aside while memory was short: {aside}", ""])
     used = f"{talk.decoder.kv.next_position:,} of {talk.decoder.ctx:,} tokens of context used"
     return "\n".join([*lines, "", used, ""])

@@ -239,12 +239,13 @@ def _show_tensors(weights: Contents, look: Residency | None) -> None:
     widths = [max(each) for each in zip(map(len, _COLUMNS), *map(columns, headers), strict=True)]
     head = "  ".join(f"{name:{'<>'[i > 0]}{widths[i]}}" for i, name in enumerate(_COLUMNS))
     head += "  in RAM" if look is not None else ""
-    head += f"  {'file':>{max(map(len, files))}}" if len(files) > 1 else ""
+    widest = max(map(len, files))
+    head += f"  {'file':>{widest}}" if len(files) > 1 else ""
 
     def shown() -> Iterator[str]:
         yield f"\n{terminal.surface().heading(head)}\n"
         for header, file in zip(headers, files, strict=True):
-            end = f"  {file:>{max(map(len, files))}}\n" if len(files) > 1 else "\n"
+            end = f"  {file:>{widest}}\n" if len(files) > 1 else "\n"
             for i, line in enumerate(lines(header, widths)):
                 part = None if look is None else look.tensors[header.name_at(i)]
                 yield line + ("" if part is None else f"  {_percent(part):>6}") + end

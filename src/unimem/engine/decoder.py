@@ -6,6 +6,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -810,15 +811,18 @@ class Decoder:
             )
         with self._turn:
             self._bring_back()
-            kv, n_same = self.kv, n_common(self.token_ids, checked[:-1])
-            try:
-                if not self._history.is_cut and kv.seq_len != kv.next_position:
-                    raise ValueError("tokens were trimmed")
-                kv.crop(kv.seq_len - (kv.next_position - n_same))  # a window has dropped others
-            except (ValueError, RuntimeError):  # a window does not reach back so far
-                self.reset()
-                n_same = 0
-            return self.prefill(checked[n_same:])
+            n_kept = self._keep_first(n_common(self.token_ids, checked[:-1]))
+            return self.prefill(checked[n_kept:])
+
+    def _keep_first(self, n: int) -> int:
+        """Drop all tokens but the first n, or all if these cannot stay; return how many stay."""
+        kv = self.kv
+        if self._history.is_cut or kv.seq_len == kv.next_position:  # none was trimmed
+            with suppress(ValueError, RuntimeError):  # a window does not reach back so far
+                kv.crop(kv.seq_len - (kv.next_position - n))  # a window has dropped others
+                return n
+        self.reset()
+        return 0
 
     def generate_next_token(
         self,

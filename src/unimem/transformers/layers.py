@@ -176,9 +176,6 @@ class Group:
                 "a cache where the model is"
             )
 
-    def sync(self) -> None:
-        """Do nothing: tokens are counted by the host."""
-
     def make_room(self, n: int) -> None:
         """Do nothing: memory is taken as tokens arrive."""
 
