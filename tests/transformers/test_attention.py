@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ pytest.importorskip("torch", reason="the extra transformers needs torch")
 pytest.importorskip("transformers.cache_utils", reason="the extra transformers")
 
 import torch
+import transformers
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from support.models import architectures
+from support.models import tiny_transformers as tiny
 from support.models.architectures import CACHE
 from unimem.transformers import attention
 from unimem.transformers.attention import packed_attention
@@ -121,6 +124,17 @@ def test_many_tokens_without_a_mask_are_causal(name: str) -> None:
     got, _ = packed_attention(Module(1), query, key, value, None, **given)
     expected, _ = sdpa_attention_forward(Module(1), query, key, value, None)
     assert torch.allclose(got, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma", "mistral"])
+def test_a_prompt_of_fixed_shapes_gives_the_same_tokens(kind: str) -> None:
+    """The rows of a StaticCache are more than the tokens of a prompt."""
+    model = copy.deepcopy(tiny.model(kind))
+    ids, how = tiny.prompts(2, 6), {"max_new_tokens": 8, "do_sample": False}
+    expected = model.generate(ids, **how)
+    model.set_attn_implementation("unimem")
+    cache = transformers.StaticCache(model.config, max_cache_len=20)
+    assert torch.equal(model.generate(ids, **{CACHE: cache}, **how), expected)
 
 
 def test_what_could_change_the_result_is_refused() -> None:

@@ -136,6 +136,21 @@ def _causal(n: int, key: torch.Tensor) -> torch.Tensor:
     return mask.tril(tokens - n)[None, None]
 
 
+def mask_of(
+    *, q_length: int, kv_length: int, allow_is_causal_skip: bool = True, **given: Any
+) -> torch.Tensor | None:
+    """Return the mask of ``"sdpa"``, and one for the prompt of a cache that shows unused rows.
+
+    There ``"sdpa"`` needs none, since torch's queries without a mask are the first tokens. Those of
+    `packed_attention` are the last ones.
+    """
+    skips = allow_is_causal_skip and q_length in (1, kv_length)
+    mask: torch.Tensor | None = sdpa_mask(
+        q_length=q_length, kv_length=kv_length, allow_is_causal_skip=skips, **given
+    )
+    return mask
+
+
 def _masked(mask: torch.Tensor | None, chosen: torch.Tensor) -> torch.Tensor:
     """Return a mask that shows the chosen tokens only."""
     if mask is None or mask.dtype == torch.bool:
@@ -200,7 +215,7 @@ def register() -> None:
     transformers compares a registered name with no model, so its own check is wrapped.
     """
     AttentionInterface.register(NAME, packed_attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(NAME, mask_of)
     allowed = PreTrainedModel.get_correct_attn_implementation
     if getattr(allowed, "__module__", "") == __name__:
         return
