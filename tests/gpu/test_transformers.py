@@ -109,6 +109,25 @@ def test_a_compiled_step_has_no_break(torch: Any, compiling: Any) -> None:
         assert said == expected
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "cudagraphs"])
+def test_steps_of_fixed_shapes_are_one_graph(torch: Any, compiling: Any, backend: str) -> None:
+    import transformers
+
+    from support.models.architectures import cache_name
+    from unimem.transformers import KVCache
+
+    made, given = model("llama"), ids(2, 5)
+    expected = talk(made, transformers.DynamicCache(config=made.config), given)
+    step = compiling(made, backend=backend, fullgraph=True, dynamic=False)
+    with KVCache.for_model(made, 64, static=True) as cache:
+        found = [given]
+        for call in (made, *[step] * 11):
+            logits = call(found[-1], **{cache_name(made): cache}).logits
+            found.append(logits[:, -1:].argmax(-1).clone())
+        assert torch.equal(torch.cat(found, 1), expected)
+        assert cache.get_seq_length() == 16
+
+
 def test_a_graph_writes_another_row_each_time(torch: Any) -> None:
     import unimem.transformers.operator  # registers it
 

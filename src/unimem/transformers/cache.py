@@ -33,6 +33,7 @@ from unimem.transformers.layers import CacheOptions, Group, Layer, stream_number
 from unimem.transformers.model_name import model_name
 from unimem.transformers.on_device import DeviceGroup, DeviceLayer, device_of
 from unimem.transformers.states import StateLayer, TokensAndStates
+from unimem.transformers.static import StaticGroup, StaticLayer
 
 __all__ = ["KVCache"]
 
@@ -125,6 +126,10 @@ class KVCache(Cache):  # type: ignore[misc]
     device : int, optional
         CUDA's number of the GPU for the rows, which `for_model` takes from the model; by default
         they are in main memory. There windows keep all tokens, and memory that grows is copied.
+    static : bool, default False
+        Whether attention gets all `max_seq_len` rows and a mask, as with transformers' StaticCache:
+        `generate` then compiles the model, and CUDA graphs repeat each step. On a GPU only. Tokens
+        that do not fit are not kept by compiled code; CacheFull follows at the next other call.
     **placement
         See `unimem.PlacementOptions`.
 
@@ -162,6 +167,7 @@ class KVCache(Cache):  # type: ignore[misc]
         spare_rows: int = 128,
         budget_bytes: int | str | None = None,
         device: int | None = None,
+        static: bool = False,
         **placement: Unpack[PlacementOptions],
     ) -> None:
         text = config.get_text_config(decoder=True)
@@ -197,9 +203,16 @@ class KVCache(Cache):  # type: ignore[misc]
                 f"device: expected None for {text.model_type}, whose layers have an indexer, or "
                 f"keys and states, got {device}: use transformers' DynamicCache"
             )
+        if flag(static, "static") and (
+            None in (device, max_seq_len) or dtype is not None or any(one.n_states for one in kept)
+        ):
+            raise ValueError(
+                "static: expected False, or a model on a GPU without states, max_seq_len= and no "
+                f"dtype=, got device={device}, max_seq_len={max_seq_len} and dtype={dtype!r}"
+            )
         self._closed = False
         self._model: weakref.ref[PreTrainedModel] | None = None
-        kind = Group if device is None else DeviceGroup
+        kind = Group if device is None else StaticGroup if static else DeviceGroup
         groups = {one.window: kind(one.window, options) for one in kept if one.tokens}
         # Rings are first: they take all of their memory at once, and may refuse a crop.
         self._groups = sorted(groups.values(), key=lambda group: group.window is None)
@@ -218,6 +231,8 @@ class KVCache(Cache):  # type: ignore[misc]
         number = group.add()
         if kept.n_states:
             return TokensAndStates(kept.n_states, self, group, number)
+        if isinstance(group, StaticGroup):
+            return StaticLayer(self, group, number)
         if isinstance(group, DeviceGroup):
             return DeviceLayer(self, group, number)
         return (IndexedLayer if kept.indexed else Layer)(self, group, number)
@@ -352,6 +367,11 @@ class KVCache(Cache):  # type: ignore[misc]
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("KVCache: expected an open cache, got a closed one: make another")
+        self._sync()
+
+    def _sync(self) -> None:
+        for group in self._groups:
+            group.sync()
 
     def _check_whole(self, call: str) -> None:
         self._check_open()
@@ -399,6 +419,7 @@ class KVCache(Cache):  # type: ignore[misc]
         self._select(np.arange(self._batch())[indices.numpy(force=True)])
 
     def _length(self) -> int:
+        self._sync()
         return max((length for group in self._groups for length in group.lengths), default=0)
 
     def _batch(self) -> int:
@@ -540,6 +561,7 @@ class KVCache(Cache):  # type: ignore[misc]
         max_seq_len: int | None = None,
         spare_rows: int = 128,
         budget_bytes: int | str | None = None,
+        static: bool = False,
         **placement: Unpack[PlacementOptions],
     ) -> Self:
         """Make a cache from a file of `save`: `generate` goes on where the conversation ended.
@@ -556,7 +578,7 @@ class KVCache(Cache):  # type: ignore[misc]
         mode, verify
             As for `unimem.KVCache.restore`. What is read is always checked, and memory for it is
             taken as tokens arrive.
-        max_seq_len, spare_rows, budget_bytes, **placement
+        max_seq_len, spare_rows, budget_bytes, static, **placement
             As for the class. With any of them but `spare_rows` nothing is mapped: use
             ``mode="copy"``.
 
@@ -575,7 +597,12 @@ class KVCache(Cache):  # type: ignore[misc]
                 "mode='map', use mode='copy'"
             )
         made = cls.for_model(
-            model, max_seq_len, spare_rows=spare_rows, budget_bytes=budget_bytes, **placement
+            model,
+            max_seq_len,
+            spare_rows=spare_rows,
+            budget_bytes=budget_bytes,
+            static=static,
+            **placement,
         )
         made._check_stateless("restore")
         restored = sessions.restore(
@@ -692,6 +719,7 @@ class KVCache(Cache):  # type: ignore[misc]
     @property
     def caches(self) -> tuple[CoreCache, ...]:
         """The `unimem.KVCache` of each kind of layers that has tokens, windows first."""
+        self._sync()
         return tuple(group.kv for group in self._groups if group.kv is not None)
 
     @property

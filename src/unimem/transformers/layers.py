@@ -217,6 +217,9 @@ class Group:
         """Note that each layer has n tokens."""
         self.lengths[:] = [n] * len(self.lengths)
 
+    def sync(self) -> None:
+        """Do nothing: the host counts the tokens."""
+
     def check_crop(self, n: int) -> None:
         """Raise ValueError if `crop` cannot drop the last n tokens."""
         if self.kv is None or self.window is None or n == self.kv.next_position:
