@@ -205,7 +205,7 @@ RUNS = [
     (["run", "Once upon a time"], 1, "to begin a text with it: unimem run -p 'Once upon a time'"),
     (["run", "--resume", "none"], 1, "none: No such file or directory"),
     (["run", "--resume", "folder"], 1, "folder: Is a directory"),
-    (["run", "--resume", "pipe"], 1, "pipe: Is not a regular file"),
+    (["run", "--resume", "pipe"], 1, "pipe: Expected a regular file"),
     (["run", "--resume", "m.gguf"], 1, "m.gguf: this is no snapshot of unimem"),
     (["run", "--resume", "foreign.session"], 1, "foreign.session: "),
     (["report", NO_PROCESS], 1, f"There is no process {NO_PROCESS} here"),

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import resource
 import struct
 from pathlib import Path
 
@@ -68,3 +70,36 @@ def test_another_file_is_refused(tmp_path: Path, change: object, match: str) -> 
     with pytest.raises(FormatError, match=match) as caught:
         read_slot_file(path)
     assert caught.value.path == str(path)
+
+
+def test_what_is_no_file_is_neither_read_nor_written(tmp_path: Path) -> None:
+    """A FIFO would wait for another process; a large file of zeros would be read whole."""
+    pipe, large = tmp_path / "pipe", tmp_path / "large"
+    os.mkfifo(pipe)
+    large.touch()
+    os.truncate(large, 1 << 42)
+    for path in (pipe, Path("/dev/zero")):
+        with pytest.raises(OSError, match="Expected a regular file"):
+            read_slot_file(path)
+        with pytest.raises(OSError, match="Is not a regular file"):
+            write_slot_file(path, IDS, state())
+    with pytest.raises(FormatError, match="does not begin with ggsq"):
+        read_slot_file(large)
+
+
+def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "slot"
+    write_slot_file(path, IDS, state())
+    assert path.stat().st_mode & 0o777 == 0o600
+    before = path.read_bytes()
+    with pytest.raises(TypeError, match="kv: expected a LlamaKV"):
+        write_slot_file(path, IDS, b"")  # type: ignore[arg-type]
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_slot_file(path, IDS, state(cells(40)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]

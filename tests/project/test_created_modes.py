@@ -16,12 +16,14 @@ import numpy as np
 import pytest
 
 import unimem as um
+from support.files.llama_states import state
 from support.models.decoders import WIDE_HEADS
 from support.models.make import write_model
 from support.project.checkout import ROOT
 from support.terminal.screens import MAIN, show
 from unimem.base.atomic_file import write_text
 from unimem.engine import Decoder, embedded_model
+from unimem.llama_cpp import write_slot_file
 from unimem.system.disk_speed import DiskSpeed, remember
 
 SHIM = ROOT / "tests/support/kernel/shim/watch_created.c"
@@ -71,6 +73,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "image": repack,
     "page": lambda folder: show("report", os.getpid(), "--html", folder / "page.html"),
     "share": lambda _: um.Block(4096, shared=f"mode-{os.getpid()}").close(),
+    "slot": lambda folder: write_slot_file(folder / "slot", np.arange(20), state()),
     "snapshot, chunks": save,
     "stage": stage,
     "stage, budget, path": stage_for_long,
@@ -150,7 +153,7 @@ def test_every_creation_names_its_mode() -> None:
         "stage.py: open(place.create(self.files.names[-1]))",
         "keeper_process.py: open(note)",
         "mount_process.py: open(path)",  # of /proc
-        "slot_file.py: open(file_path(path))",  # for llama-server, which may be another user
+        "server.py: path.write_bytes(slot_file_bytes(tokens, kv))",  # made before, with 0600
         "remote_files.py: open(os.memfd_create('unimem header', os.MFD_CLOEXEC))",
     }
 

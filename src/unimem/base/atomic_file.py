@@ -228,6 +228,11 @@ def remove_unlocked(path: str | bytes, *, dir_fd: int | None = None) -> None:
 
 def write_text(path: str | os.PathLike[str], text: str, mode: int = 0o600) -> None:
     """Write a text in UTF-8, whole or not at all, as `NewFile` does."""
+    write_bytes(path, text.encode(), mode)
+
+
+def write_bytes(path: str | os.PathLike[str], data: bytes, mode: int = 0o600) -> None:
+    """Write bytes, whole or not at all, as `NewFile` does."""
     with NewFile(file_path(path), mode) as file:
-        file.write(np.frombuffer(text.encode(), np.uint8), 0)
+        file.write(np.frombuffer(data, np.uint8), 0)
         file.publish()

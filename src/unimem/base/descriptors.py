@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Callable
 from itertools import starmap
 from typing import Any
@@ -21,6 +23,17 @@ class Descriptors(list[int], Closing):
         """Call ``opens(*given)``, keep the descriptor that it returns, and return it."""
         self.extend(starmap(opens, (given,)))
         return self[-1]
+
+    def add_regular(self, path: str, flags: int = 0) -> int:
+        """Open a regular file for reading; raise OSError for anything else."""
+        # Without O_NONBLOCK, opening a FIFO would wait for a writer.
+        fd = self.add(os.open, path, flags | os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        mode = os.fstat(fd).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "Expected a regular file", path)
+        return fd
 
     # A default, since `os` may be gone at the end of the interpreter.
     def close(self, _close: Callable[[int], None] = os.close) -> None:

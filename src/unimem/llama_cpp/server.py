@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unimem.base.arguments import file_path, integer, string
-from unimem.llama_cpp.slot_file import SlotFile, read_slot_file, write_slot_file
+from unimem.llama_cpp.slot_file import SlotFile, read_slot_file, slot_file_bytes
 from unimem.llama_cpp.state import LlamaKV
 
 __all__ = ["LlamaServer"]
@@ -104,7 +104,7 @@ class LlamaServer:
     def restore(self, slot: int, tokens: NDArray[np.int32], kv: LlamaKV) -> None:
         """Replace a slot."""
         with self._file() as path:
-            write_slot_file(path, tokens, kv)
+            path.write_bytes(slot_file_bytes(tokens, kv))
             self.ask(_slot(slot, "restore"), {"filename": path.name})
 
     def erase(self, slot: int) -> None:

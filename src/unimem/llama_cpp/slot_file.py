@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unimem.base.arguments import file_path, instance
+from unimem.base.atomic_file import write_bytes
+from unimem.base.descriptors import Descriptors
 from unimem.errors import FormatError
 from unimem.kv.token_ids import token_ids
 from unimem.llama_cpp.state import (
@@ -20,7 +22,7 @@ from unimem.llama_cpp.state import (
     state_to_kv,
 )
 
-__all__ = ["SlotFile", "read_slot_file", "write_slot_file"]
+__all__ = ["SlotFile", "read_slot_file", "slot_file_bytes", "write_slot_file"]
 
 _MAGIC = 0x67677371  # "ggsq" as a number
 _HEAD = struct.Struct("<III")  # magic, version, tokens
@@ -59,15 +61,21 @@ def read_slot_file(path: str | os.PathLike[str]) -> SlotFile:
         It cannot be read.
     """
     name = file_path(path)
-    data = np.fromfile(name, np.uint8)
     try:
-        return _parse(data)
+        with Descriptors() as fds:
+            fd = fds.add_regular(name)
+            nbytes = os.fstat(fd).st_size
+            _check_head(os.pread(fd, _HEAD.size, 0), nbytes)
+            return _parse(np.fromfile(f"/proc/self/fd/{fd}", np.uint8, nbytes))
     except FormatError as error:
         raise FormatError(error.rule, error.offset, name) from None
 
 
 def write_slot_file(path: str | os.PathLike[str], tokens: NDArray[np.int32], kv: LlamaKV) -> None:
     """Write a slot file for ``/slots/N?action=restore`` or ``llama_state_seq_load_file``.
+
+    It is of this user alone, unless it replaces a file with other permissions. It is written whole
+    or not at all.
 
     Parameters
     ----------
@@ -80,22 +88,32 @@ def write_slot_file(path: str | os.PathLike[str], tokens: NDArray[np.int32], kv:
     OSError
         It cannot be written.
     """
-    state = kv_to_state(instance(kv, "kv", LlamaKV)._replace(head=b""))
+    write_bytes(path, slot_file_bytes(tokens, instance(kv, "kv", LlamaKV)))
+
+
+def slot_file_bytes(tokens: NDArray[np.int32], kv: LlamaKV) -> bytes:
+    """Return what a slot file has."""
     ids = token_ids(tokens).astype("<i4")
-    with open(file_path(path), "wb") as file:
-        file.write(_HEAD.pack(_MAGIC, kv.version, len(ids)) + ids.tobytes() + state)
+    head = _HEAD.pack(_MAGIC, kv.version, len(ids))
+    return head + ids.tobytes() + kv_to_state(kv._replace(head=b""))
 
 
-def _parse(data: NDArray[np.uint8]) -> SlotFile:
-    if data.size < _HEAD.size:
-        raise FormatError(f"the file is cut off inside its header: it has {data.size} bytes")
-    magic, version, n = _HEAD.unpack(data[: _HEAD.size].tobytes())
+def _check_head(head: bytes, nbytes: int) -> tuple[int, int]:
+    """Return the version, and where the state begins in a file of `nbytes`."""
+    if len(head) < _HEAD.size:
+        raise FormatError(f"the file is cut off inside its header: it has {len(head)} bytes")
+    magic, version, n = _HEAD.unpack(head)
     if magic != _MAGIC:
         raise FormatError("this is no slot file of llama.cpp: it does not begin with ggsq", 0)
     check_version(version)
     begin = _HEAD.size + 4 * n
-    if begin > data.size:
-        raise FormatError(f"the file is cut off inside its {n} tokens", data.size)
+    if begin > nbytes:
+        raise FormatError(f"the file is cut off inside its {n} tokens", nbytes)
+    return version, begin
+
+
+def _parse(data: NDArray[np.uint8]) -> SlotFile:
+    version, begin = _check_head(data[: _HEAD.size].tobytes(), data.size)
     tokens = _tokens(data[_HEAD.size : begin].view("<i4"))
     try:
         kv, end = begin_of_state(data[begin:], version, _CHECKPOINTS)

@@ -50,7 +50,7 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         um.KVCache.restore(tmp_path / "none")
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(OSError, match="Is not a regular file"):
+    with pytest.raises(OSError, match="Expected a regular file"):
         um.KVCache.restore(tmp_path / "fifo")
 
 

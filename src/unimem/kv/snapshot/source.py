@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -79,12 +78,6 @@ def open_source(path: str) -> Iterator[LocalSnapshot | RemoteSnapshot]:
         finally:
             server.close()
         return
-    # Without O_NONBLOCK, opening a FIFO would wait for a writer.
     with Descriptors() as fds:
-        fd = fds.add(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        info = os.fstat(fd)
-        if stat.S_ISDIR(info.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-        if not stat.S_ISREG(info.st_mode):
-            raise OSError(errno.EINVAL, "Is not a regular file", path)
-        yield LocalSnapshot(fd, path, info.st_size)
+        fd = fds.add_regular(path)
+        yield LocalSnapshot(fd, path, os.fstat(fd).st_size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -53,14 +52,10 @@ class Image(Closing):
 
     def __init__(self, path: str) -> None:
         self.path = path
-        # Without O_NONBLOCK, opening a FIFO would wait for a writer.
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
         self._fds = Descriptors()
-        self._fd = self._fds.add(os.open, path, flags)
         try:
+            self._fd = self._fds.add_regular(path, os.O_NOFOLLOW)
             info = os.fstat(self._fd)
-            if not stat.S_ISREG(info.st_mode):
-                raise OSError(errno.EINVAL, "Expected a regular file", path)
             if info.st_uid not in (os.geteuid(), 0):
                 raise PermissionError(errno.EPERM, "The image is another user's", path)
             self.header = read_image_header(self._fd, info.st_size, path)
