@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Literal
 
 import ml_dtypes
@@ -38,7 +39,8 @@ ALL_DTYPES = NUMPY_DTYPES | {name: np.dtype(fields) for name, (_, fields) in FEW
 
 # ---- conversion ----
 
-um_convert = ctypes.CDLL(um.get_library()).um_convert
+# By its name, or `make mutants`, which loads a library from elsewhere, would have two.
+um_convert = ctypes.CDLL(Path(um.get_library()).name).um_convert
 um_convert.argtypes = (
     *(ctypes.c_void_p, ctypes.c_int),
     *(ctypes.c_void_p, ctypes.c_int),

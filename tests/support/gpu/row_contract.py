@@ -5,7 +5,6 @@ A test module derives a class from `RowContract` and gives it the fixture `place
 
 from __future__ import annotations
 
-import ctypes
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -13,8 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-import unimem as um
-from support.contracts.kv_model import NUMPY_DTYPES
+from support.contracts.kv_model import NUMPY_DTYPES, um_convert
 
 Array = NDArray[Any]
 # An array for the kernels.
@@ -56,16 +54,6 @@ class Place(ABC):
 
 # The numbers of the types in unimem.h.
 NUMBERS = {"f32": 0, "f16": 1, "bf16": 2, "q8_0": 3}
-
-um_convert = ctypes.CDLL(um.get_library()).um_convert
-um_convert.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_int,
-    ctypes.c_void_p,
-    ctypes.c_int,
-    ctypes.c_size_t,
-    ctypes.c_void_p,
-]
 
 
 def converted(values: Array, stored: str, wanted: str) -> Array:
