@@ -96,6 +96,12 @@ def test_drop_takes_what_was_not_used(folder: Path) -> None:
     assert len(files_of(folder)) == 7
 
 
+def test_an_empty_file_is_dropped_as_well(folder: Path) -> None:
+    (folder / f"{'0' * 64}.kv").touch()
+    dropped = run(folder, "drop", "all")
+    assert (dropped["n_chunks"], dropped["n_kept"]) == (11, 0)
+
+
 def test_verify_names_each_damaged_chunk(folder: Path) -> None:
     assert run(folder, "verify")["n_chunks"] == 10
     damaged = files_of(folder)[:2]

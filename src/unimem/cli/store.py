@@ -183,7 +183,7 @@ def _export(store: KVStore, words: list[str], model: str, streams: int) -> None:
     found = [prefix for prefix in stored_prefixes(store, model=model) if prefix.key.startswith(key)]
     if len(key) < _LEAST_KEY or len(found) != 1:
         raise ValueError(
-            f"{key}: expected the beginning of one key of this model, at least {_LEAST_KEY} "
+            f"{key:.40}: expected the beginning of one key of this model, at least {_LEAST_KEY} "
             f"digits, got one of {len(found)}: unimem store list"
         )
     (prefix,) = found

@@ -15,7 +15,7 @@ from unimem.cli import terminal
 from unimem.cli.exits import FAILED
 from unimem.cli.terminal import document_head
 from unimem.kv.store import notes
-from unimem.kv.store.inventory import ChunkNode, Inventory, StoredChunk, find_damaged
+from unimem.kv.store.inventory import ChunkNode, Inventory, StoredChunk, find_damaged, total_of
 from unimem.kv.store.store import KVStore
 from unimem.llama_cpp.stored import stored_prefixes
 
@@ -53,10 +53,9 @@ class ChunkWork:
         elif action != "show":
             found = Inventory(self._disk)
             for chunk in self._chosen(found, words, seconds, drops=action == "drop"):
-                nbytes = self._change(action, chunk, seconds)
-                done["n_chunks"] += nbytes > 0
-                done["n_kept"] += nbytes == 0
-                done["nbytes"] += nbytes
+                is_done = self._change(action, chunk, seconds)
+                done["n_chunks" if is_done else "n_kept"] += 1
+                done["nbytes"] += chunk.nbytes * is_done
         self._show(Inventory(self._disk), done)
         if done["damaged"]:
             raise typer.Exit(FAILED)
@@ -83,8 +82,9 @@ class ChunkWork:
         named = [prefix for prefix in prefixes if prefix.key.startswith(word)]
         if len(word) < _LEAST_KEY or len(nodes) + len(named) != 1:
             raise ValueError(
-                f"{word}: expected all, or the beginning of one key, at least {_LEAST_KEY} digits, "
-                f"got one of {len(nodes) + len(named)}: unimem store show, unimem store list"
+                f"{word:.40}: expected all, or the beginning of one key, at least {_LEAST_KEY} "
+                f"digits, got one of {len(nodes) + len(named)}: unimem store show, "
+                "unimem store list"
             )
         if nodes:
             return found.only(nodes[0]) if drops else found.path(nodes[0])
@@ -92,19 +92,19 @@ class ChunkWork:
         keys = set(named[0].chunks).difference(*others)
         return [found.chunks[key] for key in sorted(keys) if key in found.chunks]
 
-    def _change(self, action: str, chunk: StoredChunk, seconds: float | None) -> int:
-        """Drop, pin or unpin a chunk; return its bytes, 0 if it stays as it was."""
+    def _change(self, action: str, chunk: StoredChunk, seconds: float | None) -> bool:
+        """Drop, pin or unpin a chunk; return False if it stays as it was."""
         key = bytes.fromhex(chunk.key)
         if action == "drop":
-            return chunk.nbytes if self._disk.drop(key) else 0
+            return self._disk.drop(key) > 0
         until = None if action == "unpin" else notes.FOR_EVER
         if until is not None and seconds is not None:
             until = int((self._now + seconds) * 1e9)
         try:
             notes.pin(self._disk.path_of(key), until)
         except FileNotFoundError:  # another process has dropped it
-            return 0
-        return chunk.nbytes
+            return False
+        return True
 
     def _verify(self, done: dict[str, Any], *, drops: bool) -> None:
         total = sum(file.nbytes for file in self._disk.chunks())
@@ -132,7 +132,10 @@ class ChunkWork:
         tiers = [tier._asdict() for tier in self._store.stat().tiers]
         if self._as_json:
             document = {"store": self._store.url or self._store.folder, "tiers": tiers}
-            document |= {"models": [_summary(each) for each in by_use], "prefixes": prefixes} | done
+            document |= {
+                "models": [total_of(each)._asdict() for each in by_use],
+                "prefixes": prefixes,
+            } | done
             terminal.show(json.dumps(document_head(_SCHEMA) | document) + "\n")
             return
         if done["action"] in _DONE:
@@ -144,7 +147,7 @@ class ChunkWork:
             _say(f"{_counted(done)} read, {len(done['damaged'])} damaged")
         else:
             for each in by_use:
-                _say(_line(_summary(each)))
+                _say(_line(total_of(each)._asdict()))
                 for prefix in prefixes:
                     if all(prefix[name] == getattr(each[0], name) for name in _NAMES):
                         _say(f"    {_line(prefix)}")
@@ -157,23 +160,10 @@ class ChunkWork:
         """Sum up a conversation; its hits are those of its last chunk."""
         own = {"hits": max(chunk.hits for chunk in node.chunks)} | _pin_of(node.chunks)
         of = {"key": node.at, "n_tokens": node.end, "n_branches": len(node.children)}
-        return of | _summary(found.path(node)) | own
+        return of | found.total(node)._asdict() | own
 
 
 _NAMES = "engine model layout tenant".split()
-
-
-def _summary(chunks: list[StoredChunk]) -> dict[str, Any]:
-    """Sum up chunks of one model."""
-    made = [chunk.made for chunk in chunks if chunk.made is not None]
-    return {name: getattr(chunks[0], name) for name in _NAMES} | {
-        "n_chunks": len(chunks),
-        "nbytes": sum(chunk.nbytes for chunk in chunks),
-        "hits": sum(chunk.hits for chunk in chunks),
-        "used": max(chunk.used for chunk in chunks),
-        "made": min(made, default=None),
-        "pinned_chunks": sum(chunk.pinned_until is not None for chunk in chunks),
-    }
 
 
 def _pin_of(chunks: list[StoredChunk]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import unimem as um
 from conftest import Run
 from support.files.prefix_stores import CHUNK, MODEL, TOKENS, cache, files_of, needs_notes, opened
 from unimem.kv.store import notes
-from unimem.kv.store.inventory import Inventory, find_damaged
+from unimem.kv.store.inventory import Inventory, find_damaged, total_of
 from unimem.kv.store.store import KVStore
 from unimem.kv.store.tiers import DiskTier
 
@@ -82,6 +82,18 @@ def test_hits_count_what_was_restored(tmp_path: Path) -> None:
     assert hits == [0, 0, 0, 1, 1, 1]
 
 
+def test_sums_of_conversations_are_those_of_their_chunks(tmp_path: Path) -> None:
+    needs_notes(tmp_path)
+    with opened(tmp_path / "kv") as store:
+        put_two(store)
+        with cache(0) as kv:
+            store.restore_into(kv, TOKENS[: 3 * CHUNK], model=MODEL)
+        found = Inventory(disk_of(store))
+        assert len(found.nodes) == 6
+        for node in found.nodes.values():
+            assert found.total(node) == total_of(found.path(node))
+
+
 def test_a_damaged_note_ends_no_walk(tmp_path: Path) -> None:
     needs_notes(tmp_path)
     with opened(tmp_path / "kv") as store:
@@ -94,6 +106,7 @@ def test_a_damaged_note_ends_no_walk(tmp_path: Path) -> None:
         found = Inventory(disk)
         for node in found.nodes.values():
             assert found.path(node) == found.only(node) == node.chunks
+            assert found.total(node) == total_of(node.chunks)
         for chunk in found.chunks.values():
             text = json.dumps({"made": 1 << 60, "end": -1, "model": ["m"]}).encode()
             os.setxattr(disk.path_of(bytes.fromhex(chunk.key)), "user.unimem", text)
@@ -198,7 +211,7 @@ def test_four_processes_put_and_get_meanwhile(tmp_path: Path, run_python: Run) -
         f"""
         import multiprocessing, warnings
         import unimem as um
-        from unimem.kv.store.inventory import Inventory, find_damaged
+        from unimem.kv.store.inventory import Inventory, find_damaged, total_of
         warnings.simplefilter("error")
 
         def opened():

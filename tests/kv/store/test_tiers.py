@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Callable
 from pathlib import Path
 from stat import S_ISDIR
 from unittest.mock import patch
@@ -22,6 +23,7 @@ from support.files.prefix_stores import (
     shm,
     taken,
 )
+from unimem.kv.store.tiers import DiskTier
 
 __all__ = ["shm"]  # a fixture
 
@@ -101,6 +103,13 @@ def test_remains_of_a_killed_writer_make_room(tmp_path: Path) -> None:
             ".lock",
             files_of(tmp_path / "s")[0].name,
         }
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_a_lock_that_is_no_file_is_named(tmp_path: Path, make: Callable[[Path], object]) -> None:
+    make(tmp_path / ".lock")
+    with pytest.raises(OSError, match=rf".+: '{tmp_path}/.lock'"):
+        DiskTier(str(tmp_path), 1 << 20)
 
 
 def test_names_are_synced_once_behind_their_files(tmp_path: Path) -> None:

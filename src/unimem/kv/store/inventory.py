@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from unimem.kv.store import notes
 from unimem.kv.store.chunk import find_fault_alone
 from unimem.kv.store.tiers import FolderTier
 
-__all__ = ["ChunkNode", "Inventory", "StoredChunk", "find_damaged"]
+__all__ = ["ChunkNode", "Inventory", "StoredChunk", "Total", "find_damaged", "total_of"]
 
 _MOST = 1 << 53  # of tokens, and of seconds that still have a date
 
@@ -46,6 +46,45 @@ class StoredChunk(NamedTuple):
         return self.engine, self.model, self.layout, self.tenant
 
 
+class Total(NamedTuple):
+    """The sum of chunks of one namespace; times are the last use and the first making."""
+
+    engine: str
+    model: str
+    layout: str
+    tenant: str
+    n_chunks: int
+    nbytes: int
+    hits: int
+    used: float
+    made: int | None
+    pinned_chunks: int
+
+
+def total_of(chunks: Sequence[StoredChunk], before: Total | None = None) -> Total:
+    """Sum up chunks of one namespace, and those of another sum."""
+    made = [chunk.made for chunk in chunks if chunk.made is not None]
+    own = Total(
+        *chunks[0].namespace,
+        len(chunks),
+        sum(chunk.nbytes for chunk in chunks),
+        sum(chunk.hits for chunk in chunks),
+        used(chunks),
+        min(made, default=None),
+        sum(chunk.pinned_until is not None for chunk in chunks),
+    )
+    if before is None:
+        return own
+    return own._replace(
+        n_chunks=before.n_chunks + own.n_chunks,
+        nbytes=before.nbytes + own.nbytes,
+        hits=before.hits + own.hits,
+        used=max(before.used, own.used),
+        made=min((each for each in (before.made, own.made) if each is not None), default=None),
+        pinned_chunks=before.pinned_chunks + own.pinned_chunks,
+    )
+
+
 @dataclass(slots=True)
 class ChunkNode:
     """The chunks that end at the same token of a conversation, or one chunk of another engine."""
@@ -72,6 +111,7 @@ class Inventory:
         found = (_chunk(disk, file.name, file.nbytes, file.used_ns) for file in disk.chunks())
         self.chunks = {chunk.key: chunk for chunk in found}
         self.nodes: dict[str, ChunkNode] = {}
+        self._totals: dict[str, Total] = {}
         for chunk in self.chunks.values():
             node = self.nodes.setdefault(chunk.at, ChunkNode(chunk.at, chunk.parent, chunk.end))
             node.chunks.append(chunk)
@@ -93,6 +133,20 @@ class Inventory:
             chunks += node.chunks
             node = self.nodes.get(node.parent, node)
         return chunks
+
+    def total(self, node: ChunkNode) -> Total:
+        """Sum up the chunks from the first one of a conversation to a node; each is added once."""
+        new: list[ChunkNode] = []
+        seen: set[str] = set()
+        while node.at not in seen and node.at not in self._totals:
+            seen.add(node.at)
+            new.append(node)
+            node = self.nodes.get(node.parent, node)
+        total = self._totals.get(node.at)
+        for each in reversed(new):
+            self._totals[each.at] = total = total_of(each.chunks, total)
+        assert total is not None
+        return total
 
     def only(self, node: ChunkNode) -> list[StoredChunk]:
         """List the chunks of a node and behind it, and those before that nothing else continues."""

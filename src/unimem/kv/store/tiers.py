@@ -141,6 +141,8 @@ class FolderTier:
             flags = os.O_RDWR | os.O_CREAT | _OPEN
             path = os.path.join(notes or folder, _LOCK)
             self._lock = self._fds.add(os.open, path, flags, 0o600)
+            if not stat.S_ISREG(os.fstat(self._lock).st_mode):
+                raise OSError(errno.EINVAL, "Expected a regular file", path)
             with self._locked():
                 pass
             undo.pop_all()
