@@ -73,7 +73,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "image": repack,
     "page": lambda folder: show("report", os.getpid(), "--html", folder / "page.html"),
     "share": lambda _: um.Block(4096, shared=f"mode-{os.getpid()}").close(),
-    "slot": lambda folder: write_slot_file(folder / "slot", np.arange(20), state()),
+    "slot": lambda folder: write_slot_file(folder / "slot", np.arange(20, dtype="i4"), state()),
     "snapshot, chunks": save,
     "stage": stage,
     "stage, budget, path": stage_for_long,
