@@ -28,8 +28,6 @@ from unimem.system.pressure import Notice, Watch, open_watches, wanted_room
 from unimem.weights.opened import Weights
 from unimem.weights.residency import drop_files
 
-__all__ = ["GivesBack", "Governor", "GovernorEvent"]
-
 # Default priorities: of slots of streamed weights, prefix caches, memory without tokens, the page
 # cache of files, and idle conversations.
 _SLOTS, _PREFIXES, _SPARE, _FILES, _IDLE = 5, 10, 20, 30, 40

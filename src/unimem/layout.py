@@ -25,8 +25,6 @@ from unimem.weights.opened import Weights, open_planned
 if TYPE_CHECKING:
     from unimem.system.placement import PlacementOptions
 
-__all__ = ["Layout", "Lifetimes", "Stat"]
-
 _MIB = 1 << 20
 _TAPES = ("weights", "scratch", "history")
 _COLOR = "#3b82c4"

@@ -28,8 +28,6 @@ from unimem.system.limits import Limit
 from unimem.system.placement import Placement
 from unimem.system.pressure import Pressure
 
-__all__ = ["report_page"]
-
 _USED, _TIGHT = "#3b82c4", "#c9544d"
 _TIGHT_SHARE = 0.9
 _MAPPINGS_BYTES = 150_000  # of the rows of mappings

@@ -9,8 +9,6 @@ from typing import Any
 from unimem.errors import CategoryError
 from unimem.system.placement import Placement
 
-__all__ = ["Mapping", "Row", "explain", "find_row", "in_order", "plain"]
-
 # The memory of a runtime first, then the rest.
 _ORDER = tuple(
     """

@@ -12,23 +12,6 @@ from html import escape as quote
 
 from unimem.base.text import escape, format_bytes, format_count, shorten
 
-__all__ = [
-    "Html",
-    "bar",
-    "chart",
-    "facts",
-    "fragment",
-    "heading",
-    "join",
-    "markup",
-    "page",
-    "preformatted",
-    "size",
-    "stack",
-    "stamp",
-    "table",
-]
-
 # Colours of bars are of medium brightness, and all others are the reader's own, so that the page is
 # readable in light and dark, also in a notebook with another theme than the system.
 _STYLE = """

@@ -6,8 +6,6 @@ from typing import Any
 
 from typer.core import TyperArgument, TyperCommand
 
-__all__ = ["Command"]
-
 
 class Command(TyperCommand):
     """A command whose help names an argument in words, without the type that Python has for it."""

@@ -22,35 +22,6 @@ from unimem.weights.loading import EngineLoad
 if TYPE_CHECKING:
     from unimem.engine.sampling import Sampling
 
-__all__ = [
-    "AsJson",
-    "Ctx",
-    "KVType",
-    "LoadMode",
-    "NumaNodes",
-    "NumaOfModel",
-    "PageSize",
-    "Rotate",
-    "Salt",
-    "SamplingSeed",
-    "Temperature",
-    "Threads",
-    "TopK",
-    "TopP",
-    "Verbose",
-    "WeightsBudget",
-    "Window",
-    "check_numa",
-    "check_window",
-    "model_path",
-    "number_parser",
-    "parse_sampling",
-    "parse_tokens",
-    "path_or_url",
-    "salt_of",
-    "value_option",
-]
-
 # K is 1024, as in the sizes that commands write.
 _NUMBER = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)(?:([kmgt])(?:i?b)?)?", re.I | re.A)
 _MOST_SALT = 4096  # characters

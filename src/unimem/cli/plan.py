@@ -32,8 +32,6 @@ from unimem.planning.plan import MOST_SESSIONS
 from unimem.planning.plan import plan as make_plan
 from unimem.planning.result import Plan, Verdict, plan_lines
 
-__all__ = ["plan"]
-
 _EXITS: dict[Verdict, int] = {
     "fits": OK,
     "streams": OK,

@@ -20,8 +20,6 @@ from unimem.base.text import format_bytes
 from unimem.errors import ClosedError
 from unimem.system.placement import Placement, PlacementOptions, check_placement
 
-__all__ = ["CAPABILITIES", "Block", "refuse_placement", "set_budget", "unsupported"]
-
 CAPABILITIES: dict[str, bool] = {
     "advise": False,
     "append at a row in device memory": True,

@@ -12,8 +12,6 @@ from unimem.cuda.tape import Tape
 from unimem.models.dims import ModelDims
 from unimem.system.placement import PlacementOptions
 
-__all__ = ["DecodeBuffers"]
-
 
 class DecodeBuffers(DecodeBufferSet[Any]):
     """The 26 buffers of one decode step in device memory, at addresses that never change.

@@ -9,8 +9,6 @@ from unimem.base.arguments import string
 from unimem.cuda.tape import Tape
 from unimem.system.placement import PlacementOptions
 
-__all__ = ["Grid"]
-
 
 class Grid(DeviceGrid):
     """Cells of one size in device memory, taken and given back in any order.

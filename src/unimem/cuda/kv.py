@@ -24,8 +24,6 @@ from unimem.kv.layer_specs import LayerState
 from unimem.kv.types import block_values, kv_type
 from unimem.system.placement import PlacementOptions, check_placement
 
-__all__ = ["KVCache"]
-
 
 class KVCache(KVDevice):
     """K and V of all layers of one stream (optionally a batch), in memory of a GPU.

@@ -22,8 +22,6 @@ from unimem.planning.result import Check
 from unimem.system.placement import PlacementOptions, check_placement
 from unimem.weights.opened import Weights, open_weights
 
-__all__ = ["Layout"]
-
 
 class Layout(Lifetimes[Tape]):
     """The device memory of one model and one conversation.

@@ -13,8 +13,6 @@ from unimem.cuda.tape import Tape
 from unimem.kv.scratchpad import DeviceScratchpad
 from unimem.system.placement import PlacementOptions
 
-__all__ = ["Scratchpad"]
-
 
 class Scratchpad(DeviceScratchpad):
     """One append-only buffer ``[max_seq_len, dim]`` of device memory, which never moves.

@@ -13,8 +13,6 @@ from unimem.cuda.block import LEFT_OUT, Block, refuse_placement
 from unimem.system.placement import PlacementOptions
 from unimem.weights.tensors import Contents
 
-__all__ = ["Tape"]
-
 
 class Tape(DeviceTape):
     """A bump allocator over device memory: `unimem.Tape`, with CuPy arrays.

@@ -12,8 +12,6 @@ import xxhash
 from unimem.weights.opened import open_weights
 from unimem.weights.whole_hash import whole_hash
 
-__all__ = ["model_hash", "options_of"]
-
 #: Fields of `llama_context_params` that change rows, and the values that mean "as the model says".
 _OPTIONS: dict[str, tuple[float, ...]] = {
     "rope_scaling_type": (-1,),

@@ -9,8 +9,6 @@ import numpy as np
 
 from unimem.llama_cpp.state import CellRows, LlamaKV, Part, Recurrent, StateLane
 
-__all__ = ["empty_cells", "layout_of"]
-
 
 def layout_of(kv: LlamaKV) -> str:
     """Return the layout of a state as JSON: the version, and of each part all but the tokens."""

@@ -28,8 +28,6 @@ from unimem.llama_cpp.state import CellRows, LlamaKV, Part, StateLane, kv_to_sta
 from unimem.weights.dequantize import dequantize
 from unimem.weights.gguf import tensor_type
 
-__all__ = ["ChunkHead", "LlamaPrefixes", "chain"]
-
 #: Before the tokens and rows of each chunk.
 HEAD_BYTES = 8192
 _MAGIC = b"UNIMEMLL"

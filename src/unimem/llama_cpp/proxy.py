@@ -32,8 +32,6 @@ from unimem.llama_cpp.server import LlamaServer
 from unimem.llama_cpp.slots import ServerSlots
 from unimem.llama_cpp.state import CellRows
 
-__all__ = ["RESTORED", "SlotProxy"]
-
 #: The header of a response that says how many tokens were restored.
 RESTORED = "Unimem-Restored-Tokens"
 _COMPLETIONS = {"/completion", "/completions", "/chat/completions"}

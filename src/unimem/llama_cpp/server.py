@@ -21,8 +21,6 @@ from unimem.base.arguments import file_path, integer, string
 from unimem.llama_cpp.slot_file import SlotFile, read_slot_file, slot_file_bytes
 from unimem.llama_cpp.state import LlamaKV
 
-__all__ = ["LlamaServer"]
-
 _SECONDS = 600  # a slot answers when it is free
 _OURS = re.compile(r"unimem-(\d+)-\d+\.slot")
 

@@ -22,8 +22,6 @@ from unimem.llama_cpp.state import (
     state_to_kv,
 )
 
-__all__ = ["SlotFile", "read_slot_file", "slot_file_bytes", "write_slot_file"]
-
 _MAGIC = 0x67677371  # "ggsq" as a number
 _HEAD = struct.Struct("<III")  # magic, version, tokens
 # The newest servers write a list of tokens as: -1, 1, n, tokens, media. Others write tokens alone.

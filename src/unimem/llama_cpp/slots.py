@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from unimem.kv.token_ids import n_common
 
-__all__ = ["ServerSlots"]
-
 
 class ServerSlots:
     """ServerSlots, with the tokens that each was last seen to hold.

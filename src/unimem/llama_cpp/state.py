@@ -17,18 +17,6 @@ from numpy.typing import NDArray
 from unimem.base.arguments import instance
 from unimem.errors import FormatError
 
-__all__ = [
-    "CellRows",
-    "LlamaKV",
-    "Part",
-    "Recurrent",
-    "StateLane",
-    "begin_of_state",
-    "check_version",
-    "kv_to_state",
-    "state_to_kv",
-]
-
 #: Versions of sequences' states (`LLAMA_STATE_SEQ_VERSION`): 4 added the sizes of rotations.
 VERSIONS = (3, 4)
 _SEQUENCE_MAGIC = 0xAF143CD8  # before what llama_state_seq_get_data writes

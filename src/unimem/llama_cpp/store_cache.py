@@ -15,8 +15,6 @@ from unimem.llama_cpp.prefixes import LlamaPrefixes
 from unimem.llama_cpp.state import LlamaKV, kv_to_state, state_to_kv
 from unimem.system import policy
 
-__all__ = ["LlamaStoreCache"]
-
 _ERRORS = (OSError, CapacityError, FormatError)
 
 

@@ -17,8 +17,6 @@ from unimem.kv.store.chunk import HEADER_BYTES
 from unimem.kv.store.store import KVStore
 from unimem.llama_cpp.prefixes import HEAD_BYTES, ChunkHead
 
-__all__ = ["StoredPrefix", "stored_prefixes"]
-
 _CHUNK = re.compile(r"[0-9a-f]{64}\.kv")
 
 

@@ -14,8 +14,6 @@ from unimem.planning.result import Advice, Check, Plan, find_worst_check, is_as_
 from unimem.planning.search import find_largest
 from unimem.weights.gguf import tensor_type
 
-__all__ = ["advise", "saved_bytes"]
-
 _LEAST_WINDOW = 256  # tokens: with fewer, little of a text is remembered
 _N_TYPES = 64  # more numbers than ggml has types
 # The likely type of a file of few bits, and the bytes of a number of values.

@@ -16,8 +16,6 @@ from unimem.weights.remote_files import open_files
 if TYPE_CHECKING:
     from unimem.planning.llama_cpp import LlamaSession
 
-__all__ = ["Companions", "open_companions"]
-
 _OWN = "mtp"  # of the model's own layers, as llama-server's --spec-type draft-mtp
 _NO_IMAGES = "the projector's compute buffers: they follow from the images and sounds that it reads"
 # Architectures of drafts that read the states of the model, which then keeps earlier ones.

@@ -7,17 +7,6 @@ from typing import NamedTuple
 from unimem.weights.files import ModelFile
 from unimem.weights.tensors import Contents
 
-__all__ = [
-    "ALIGN",
-    "N_SLOTS",
-    "RESERVE_BYTES",
-    "STAGING_BYTES",
-    "Transfer",
-    "bytes_needed",
-    "list_transfers",
-    "round_to_pages",
-]
-
 # cudaMalloc maps pages of 2 MiB: each allocation takes a multiple of this.
 _PAGE_BYTES = 2 << 20
 # Bytes that stay free if unimem chooses the context: CUDA loads kernels at first launch, cuBLAS

@@ -21,8 +21,6 @@ from unimem.system.machine import MachineFacts
 from unimem.system.policy import HUGETLB, MAX_NODES
 from unimem.system.pressure import Pressure, memory_pressure
 
-__all__ = ["CgroupHost", "DescribedHost", "Host", "find_host", "pressures_on"]
-
 _KEYS = ("memory", "cpus", "pools", "nodes")
 _EXAMPLE = "{'memory': '16G', 'cpus': 8, 'pools': {'2m': 4096}, 'nodes': 2}"
 _PAGE_BYTES = {"2m": 2 << 20, "1g": 1 << 30}

@@ -20,8 +20,6 @@ from unimem.planning.widths import Widths
 if TYPE_CHECKING:
     from unimem.models.shapes import Layers, Shape
 
-__all__ = ["ArchGraph", "Engine", "LlamaSession", "Slots"]
-
 Engine: TypeAlias = Literal["unimem", "llama.cpp"]
 """The engine that a plan is for."""
 

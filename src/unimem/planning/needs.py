@@ -27,23 +27,6 @@ if TYPE_CHECKING:
     from unimem.system.policy import Extent, NumaPolicy, Request
     from unimem.system.pressure import Pressure
 
-__all__ = [
-    "Budget",
-    "MachineBudget",
-    "Mode",
-    "Need",
-    "Session",
-    "Storage",
-    "default_threads",
-    "diagnostics_need",
-    "least_window",
-    "n_waves",
-    "nodes_bound",
-    "prompt_batch",
-    "scratch_parts",
-    "token_bytes",
-]
-
 Mode = Literal["map", "copy", "direct", "stream", "repack"]
 """The load mode: "repack" maps the file, and repacks the types that ggml has an order for."""
 

@@ -21,8 +21,6 @@ from unimem.base.atomic_file import write_text
 from unimem.base.cache_folder import cache_folder, check_own_folder
 from unimem.base.kernel_files import parse_kib
 
-__all__ = ["NewProcess", "measure_process", "own_bytes"]
-
 # The pages of libraries that it uses again and again. The kernel drops the others if memory is
 # short, and a limit on memory that leaves less room has it read them all the time.
 _LIBRARY_BYTES = 4 << 20

@@ -51,8 +51,6 @@ from unimem.weights.node_copies import is_mirrored, without_lone_mirror
 from unimem.weights.opened import Weights
 from unimem.weights.remote_files import open_files
 
-__all__ = ["plan", "plans_of"]
-
 DEFAULT_CTX = 4096
 _MOST = 2**31 - 1  # tokens: ggml counts them in 32 bits
 MOST_SESSIONS = 4096

@@ -12,8 +12,6 @@ from unimem.weights.repack.image_search import is_mapped
 from unimem.weights.repack.repack import staging_bytes
 from unimem.weights.tensors import Contents
 
-__all__ = ["NO_ROOM", "NO_ROOM_TO_COPY", "RepackedPart", "find_gain", "reason_of"]
-
 NO_ROOM = "repacked weights would not fit beside the rest"
 NO_ROOM_TO_COPY = "its pages may be reclaimed, but a copy would not fit beside the rest"
 

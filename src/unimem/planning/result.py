@@ -38,8 +38,6 @@ from unimem.planning.spread import NodeSpread
 from unimem.planning.streaming import Reading
 from unimem.system.placement import Pages
 
-__all__ = ["Advice", "Check", "Plan", "Verdict", "find_worst_check", "is_as_asked", "plan_lines"]
-
 Verdict = Literal["fits", "streams", "reads from disk", "at least", "does not fit"]
 """The verdict of a plan."""
 

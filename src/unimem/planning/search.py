@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["find_largest"]
-
 
 def find_largest(
     most: int, is_good: Callable[[int], bool], *, least: int = 0, asked: int = 0

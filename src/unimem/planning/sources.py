@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from unimem.weights.opened import Weights
     from unimem.weights.repack.arrangement import Arrangement
 
-__all__ = ["DimsSource", "FileSource", "ModeChoice", "ModelSource", "WeightsSource", "shape_of"]
-
 _PADDING = "weights:padding"
 _ASKED = "it was asked for"
 _ESTIMATED = (

@@ -12,8 +12,6 @@ from typing import Literal
 from unimem.base.text import format_ranges
 from unimem.system.limits import Node
 
-__all__ = ["NodeCost", "NodeSpread", "spread"]
-
 _NEAR, _FAR = 10, 20  # distances where the firmware has none
 
 Way = Literal["one node", "mirror", "interleave"]

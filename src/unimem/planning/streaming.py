@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from unimem.system.placement import PlacementOptions
     from unimem.weights.opened import Weights
 
-__all__ = ["Reading", "StreamedWeights"]
-
 WHY_STREAMED = "mapped, it would not stay in memory"
 _PADDING, _SLOTS = "weights:padding", "weights:slots"
 _ALL = 1 << 62  # a budget for any model

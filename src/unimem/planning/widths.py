@@ -10,8 +10,6 @@ from typing import NamedTuple
 from unimem.models.dims import ArchMetadata, ModelContents, ModelDims
 from unimem.models.fields import MetadataFields
 
-__all__ = ["Widths", "widths_of", "widths_of_dims"]
-
 _BLOCK = re.compile(r"(.*blk\.\d+)\.")
 
 

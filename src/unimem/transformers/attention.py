@@ -22,8 +22,6 @@ from transformers.masking_utils import sdpa_mask
 
 from unimem.transformers.rows import attend_token
 
-__all__ = ["NAME", "packed_attention", "register"]
-
 NAME = "unimem"
 # More tokens are a prompt, for which torch's own kernels are best.
 _MOST_TOKENS = 16

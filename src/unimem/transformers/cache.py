@@ -35,8 +35,6 @@ from unimem.transformers.on_device import DeviceGroup, DeviceLayer, device_of
 from unimem.transformers.states import StateLayer, TokensAndStates
 from unimem.transformers.static import StaticGroup, StaticLayer
 
-__all__ = ["KVCache"]
-
 # Layers that attend to chunks are cached like those of a window: only the mask differs.
 _INDEXED = "indexed_attention"
 _KINDS = ("full_attention", "sliding_attention", "chunked_attention", _INDEXED)

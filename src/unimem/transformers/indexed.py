@@ -8,8 +8,6 @@ import torch
 
 from unimem.transformers.layers import Group, Layer
 
-__all__ = ["IndexedLayer"]
-
 
 class IndexedLayer(Layer):
     """A layer whose indexer keeps keys as well, ``[batch, tokens, index_head_dim]``.

@@ -27,22 +27,6 @@ from unimem.transformers.operator import NAMES
 from unimem.transformers.rows import Rows
 from unimem.transformers.scratch import Scratch
 
-__all__ = [
-    "DTYPES",
-    "CacheOptions",
-    "Dims",
-    "Group",
-    "Layer",
-    "Prompt",
-    "Tensors",
-    "as_tensor",
-    "check_gradients",
-    "dims_of",
-    "fits",
-    "no_copy",
-    "stream_numbers",
-]
-
 Tensors = tuple[torch.Tensor, torch.Tensor]
 Dims = tuple[int, int, int, int]
 

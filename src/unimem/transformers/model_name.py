@@ -25,8 +25,6 @@ from transformers import PreTrainedModel
 from unimem.system import limits
 from unimem.weights.content_hash import Hashed, hash_in_threads
 
-__all__ = ["model_name", "weights_hash"]
-
 _VERSION = "2-"
 # Fields of a configuration that do not change what a model computes.
 _UNRELATED = {"transformers_version", "architectures", "use_cache", "dtype", "torch_dtype"}

@@ -23,8 +23,6 @@ from unimem.transformers.layers import (
 )
 from unimem.transformers.operator import NAMES
 
-__all__ = ["DeviceGroup", "DeviceLayer", "device_of"]
-
 # A cache that may be replaced by a larger one has room for half as many tokens again.
 _SPARE_ROWS = 256
 

@@ -18,8 +18,6 @@ import torch
 
 from unimem.errors import ClosedError
 
-__all__ = ["NAMES", "append", "append_at", "place_of"]
-
 # The KV type of each dtype.
 NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 

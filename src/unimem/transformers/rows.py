@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-__all__ = ["Rows", "attend_token"]
-
 
 class Rows(torch.Tensor):  # type: ignore[misc]
     """Keys of a cache: a tensor, but for torch's attention of one token.

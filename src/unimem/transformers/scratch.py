@@ -9,8 +9,6 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Scratch"]
-
 
 class Scratch:
     """Memory that is used again once no array or tensor shows it.

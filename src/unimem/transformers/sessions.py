@@ -25,8 +25,6 @@ from unimem.kv import snapshot
 from unimem.kv.cache.cache import KVCache
 from unimem.transformers.layers import Group
 
-__all__ = ["one_stream", "restore", "save"]
-
 # Digits of a name of earlier versions.
 _OLD_DIGITS = 32
 

@@ -14,8 +14,6 @@ from unimem.kv.layer_specs import LayerState
 from unimem.transformers.layers import Group, Layer, as_tensor, no_copy
 from unimem.transformers.operator import NAMES
 
-__all__ = ["StateLayer", "TokensAndStates"]
-
 
 class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
     """A layer whose states lie in caches of unimem (`LayerState`), and never move."""

@@ -15,8 +15,6 @@ from unimem.transformers import operator
 from unimem.transformers.layers import Tensors, check_gradients, dims_of
 from unimem.transformers.on_device import DeviceGroup, DeviceLayer
 
-__all__ = ["StaticGroup", "StaticLayer"]
-
 
 class StaticGroup(DeviceGroup):
     """The layers of one kind, each with the number of its rows in a tensor on the device."""

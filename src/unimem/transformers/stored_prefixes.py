@@ -20,8 +20,6 @@ from unimem.system import policy
 from unimem.transformers.layers import Group, Prompt
 from unimem.transformers.model_name import model_name
 
-__all__ = ["check_store", "first_tokens", "put", "put_while_passing", "restore"]
-
 Ids = npt.NDArray[np.int64]
 
 

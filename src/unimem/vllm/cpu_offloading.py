@@ -15,8 +15,6 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec
 
-__all__ = ["CPUOffloading"]
-
 
 class CPUOffloading(TieringOffloadingSpec):  # type: ignore[misc]
     """vLLM's tiered offloading, on CPUs too.

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
     from vllm.v1.kv_offload.tiering.base import TransferJob
 
-__all__ = ["KVStoreTier"]
-
 _Move = Callable[[bytes, NDArray[np.uint8]], bool]
 
 

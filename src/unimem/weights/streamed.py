@@ -29,8 +29,6 @@ from unimem.weights.stream.budget import SlotBudget, make_pools, plan_budget, ro
 from unimem.weights.stream.piece_table import PieceTable, TensorRow, find_pieces
 from unimem.weights.stream.stream import Stream, StreamedFiles
 
-__all__ = ["StreamPlan", "load_streamed", "plan_streamed"]
-
 
 class StreamPlan(NamedTuple):
     """What a model takes when it is streamed, before anything is read.

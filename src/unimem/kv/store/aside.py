@@ -15,8 +15,6 @@ from unimem.kv.store.chunk import HEADER_BYTES, ChunkShape, LaneGroup, find_faul
 from unimem.kv.store.ram_tier import RamTier
 from unimem.kv.store.store import KVStore, note_of
 
-__all__ = ["Aside"]
-
 _PIECE_BYTES = 1 << 20
 
 _Views = Sequence[NDArray[np.uint8]]

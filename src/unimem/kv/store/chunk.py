@@ -18,20 +18,6 @@ from unimem._core.hashing import copy_hashed
 from unimem.base.binary_header import BinaryHeader
 from unimem.kv.types import round_up, row_bytes_of
 
-__all__ = [
-    "ChunkShape",
-    "EqualLayers",
-    "Kind",
-    "LaneGroup",
-    "LayerRows",
-    "MixedLayers",
-    "chunk_keys",
-    "find_fault",
-    "find_fault_alone",
-    "root_of",
-    "seal",
-]
-
 #: A page, so that the data begins at a page.
 HEADER_BYTES = 4096
 _HEADER = BinaryHeader(

@@ -22,8 +22,6 @@ from unimem.kv.paged import Sequence
 from unimem.kv.store.chunk import EqualLayers, Kind, LayerRows, MixedLayers
 from unimem.kv.types import kv_pair
 
-__all__ = ["Holder", "Rows", "rows_of"]
-
 Holder = KVCache | KVDevice | Sequence
 Lanes = list[NDArray[np.uint8]]
 

@@ -25,8 +25,6 @@ from unimem.kv.store.chunk import (
 from unimem.kv.store.ram_tier import RamTier
 from unimem.kv.store.store import KVStore, note_of
 
-__all__ = ["EngineChunks"]
-
 
 class EngineChunks:
     """Chunks of one size in one namespace. Any number of threads may use it.

@@ -18,8 +18,6 @@ from unimem.kv.store.engine_chunks import EngineChunks
 from unimem.kv.store.store import KVStore, StoreStat
 from unimem.weights.files_hash import files_hash
 
-__all__ = ["EngineStore", "check_budgets"]
-
 # What a tier needs beside the bytes of a chunk: its header, its file, and the folder.
 _BESIDE_BYTES = 1 << 16
 _OPTIONS = ("where", "ram_bytes", "disk_bytes", "model", "n_threads", "salt")

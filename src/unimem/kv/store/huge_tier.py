@@ -11,8 +11,6 @@ from unimem.errors import PlacementError
 from unimem.kv.store.ram_tier import RamTier, keep_own, sweep
 from unimem.system import limits, policy
 
-__all__ = ["HugeTier"]
-
 _PAGE_BYTES = 2 << 20
 _LINK = "pool"  # of the table's folder
 

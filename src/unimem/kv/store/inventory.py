@@ -13,8 +13,6 @@ from unimem.kv.store import notes
 from unimem.kv.store.chunk import find_fault_alone
 from unimem.kv.store.tiers import FolderTier
 
-__all__ = ["ChunkNode", "Inventory", "StoredChunk", "Total", "find_damaged", "total_of"]
-
 _MOST = 1 << 53  # of tokens, and of seconds that still have a date
 
 

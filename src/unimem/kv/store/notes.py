@@ -13,8 +13,6 @@ import time
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["FOR_EVER", "add_hit", "hits_of", "pin", "pinned_until", "read_note", "write_note"]
-
 _NOTE, _PIN, _HITS = "user.unimem", "user.unimem.pin", "user.unimem.hits"
 #: The end of a pin without a time to live, in nanoseconds since 1970.
 FOR_EVER = (1 << 63) - 1

@@ -41,8 +41,6 @@ from unimem.kv.store.tiers import (
 from unimem.system import limits, policy
 from unimem.system.placement import Pages, Placement
 
-__all__ = ["RamTier", "keep_own", "sweep"]
-
 _PREFIX = "unimem-kv-"
 _LOCK, _TABLE, _POOL = ".lock", "table", "pool"
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW

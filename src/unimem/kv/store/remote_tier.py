@@ -18,8 +18,6 @@ from unimem.remote.client import open_server
 from unimem.remote.transfers import RemoteBytes, Version, read_wanted, retried
 from unimem.system import policy
 
-__all__ = ["RemoteTier"]
-
 # A server that failed is not asked for this long, so that prompts do not wait again and again.
 REST_S = 60.0
 # Shorter than for a model, since the tokens can be computed instead.

@@ -38,8 +38,6 @@ from unimem.remote.client import is_url
 from unimem.system import policy
 from unimem.system.placement import Placement
 
-__all__ = ["KVStore", "StoreStat", "note_of"]
-
 _MOST_CHUNK_TOKENS = 1 << 20
 # Digits of hashes, and characters of names, in notes: they have to fit beside a file's other facts.
 _SHORT, _MOST_NAME = 16, 200

@@ -27,8 +27,6 @@ from unimem.base.kernel_files import read_text
 from unimem.kv.store import notes
 from unimem.system import policy
 
-__all__ = ["DiskTier", "FolderTier", "RamPages", "Tier", "TierStat"]
-
 RamPages = Literal["4k", "thp", "2m"]
 
 _PREFIX = "unimem-kv-"

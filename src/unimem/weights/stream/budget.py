@@ -14,16 +14,6 @@ from unimem.system.pressure import wanted_room
 from unimem.system.sizes import LimitFacts, parse_size
 from unimem.weights.stream.piece_table import PieceKind, PieceTable
 
-__all__ = [
-    "Pool",
-    "SlotBudget",
-    "choose_budget",
-    "make_pools",
-    "move_slots",
-    "plan_budget",
-    "rounded_bytes",
-]
-
 # The share of the room that stays free for what the process takes later.
 _FREE_SHARE = 8
 # Slots move, an eighth of a pool's at once, after this many reads a pool, if they save that many

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["BlockPieces", "PieceKind", "PieceTable", "TensorPlace", "TensorRow", "find_pieces"]
-
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 # The experts that a router chooses among, not those that every token uses ("_shexp").
 _EXPERTS = re.compile(r".+_exps\..+")

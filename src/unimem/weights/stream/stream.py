@@ -22,8 +22,6 @@ from unimem.system.placement import PlacementOptions
 from unimem.weights.stream.budget import SlotBudget, move_slots, plan_budget
 from unimem.weights.stream.piece_table import WINDOW, PieceTable, TensorPlace
 
-__all__ = ["Stream", "StreamedFiles", "open_streams"]
-
 _CATEGORY = "weights:slots"
 # How long a smaller pool waits for threads that compute with pieces in its last slots.
 _PATIENCE_SECONDS, _LOOK_SECONDS = 0.25, 0.002
