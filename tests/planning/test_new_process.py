@@ -15,7 +15,8 @@ from unimem.planning import new_process
 from unimem.planning.new_process import NewProcess, measure_process, own_bytes
 
 MIB = 1 << 20
-MEASURED = NewProcess(40 * MIB, 600)
+MEASURED = NewProcess(40 * MIB, 600, 100)
+VOCAB = 1024  # of the embedded model
 Answers = Callable[[Any], list[Any]]
 
 
@@ -49,7 +50,7 @@ def test_it_is_measured_once_and_remembered(answers: Answers, tmp_path: Path) ->
     assert measure_process() == MEASURED
     assert len(asked) == 1
     (kept,) = (tmp_path / "cache" / "processes").iterdir()
-    for damaged in ("", "{}", '{"base_bytes": -1, "token_bytes": 5}', "[1, 2]"):
+    for damaged in ("", "{}", '{"base_bytes": 5, "token_bytes": 5}', "[1, 2]"):
         kept.write_text(damaged)
         measure_process.cache_clear()
         assert measure_process() == MEASURED
@@ -59,7 +60,7 @@ def test_it_is_measured_once_and_remembered(answers: Answers, tmp_path: Path) ->
 @pytest.mark.parametrize(("answer", "why"), [
     (OSError("no room"), "fails: no room"),
     (subprocess.CalledProcessError(1, "python", stderr="a\nImportError: ggml\n"), "Error: ggml"),
-    ('{"base_bytes": 0, "token_bytes": 1}', "the kernel does not say"),
+    ('{"base_bytes": 0, "token_bytes": 1, "making_bytes": 1}', "the kernel does not say"),
     ("nothing", "the kernel does not say"),
 ])  # fmt: skip
 def test_a_plan_says_why_it_was_not_measured(answers: Answers, answer: Any, why: str) -> None:
@@ -75,6 +76,7 @@ def test_a_process_of_its_own_is_measured() -> None:
     assert isinstance(found, NewProcess)
     assert 16 * MIB < found.base_bytes < 256 * MIB
     assert 100 < found.token_bytes < 4096
+    assert 1 <= found.making_bytes < 4096
     assert own_bytes() > 16 * MIB
 
 
@@ -99,6 +101,22 @@ def test_the_container_limit_is_the_least_that_fits(answers: Answers) -> None:
     small = plan(30 * MIB)
     assert small.verdict == "does not fit"
     assert any(item.text.endswith("a machine with 48 MiB") for item in small.advice)
+
+
+def test_a_tokenizer_is_made_before_scratch_and_history_are_used(
+    answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan(making: int) -> um.Plan:
+        answers(json.dumps(NewProcess(40 * MIB, 600, making)._asdict()))
+        monkeypatch.setenv("UNIMEM_CACHE", "off")
+        return um.plan(embedded_model(), ctx=512, machine={"memory": "1G"}, process=True)
+
+    small, large, larger = map(plan, (1, 40_000, 50_000))
+    later = sum(large[row].nbytes for row in ("kv", "scratch", "logits", "tokens"))
+    assert 1 * VOCAB < later < 40_000 * VOCAB
+    assert large.process_bytes - small.process_bytes == 40_000 * VOCAB - later
+    assert larger.process_bytes - large.process_bytes == 10_000 * VOCAB
+    assert large.required_bytes == small.required_bytes
 
 
 def test_a_context_that_is_too_short_is_no_answer(answers: Answers) -> None:

@@ -55,12 +55,15 @@ n, letters = 20000, [chr(code) for code in range(0x100, 0x200)]
 pairs = [(a, b) for a in letters for b in letters][:n]
 tokens = [*letters, *(a + b for a, b in pairs)]
 Path("/proc/self/clear_refs").write_text("5")
-before = most()
+before, anonymous = most(), figure("RssAnon")
 made = Tokenizer({
     "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": tokens,
     "tokenizer.ggml.merges": [" ".join(pair) for pair in pairs],
 })
-found = {"base_bytes": base, "token_bytes": -(-(most() - before) // n)}
+kept, making = figure("RssAnon") - anonymous, most() - before
+found = {
+    "base_bytes": base, "token_bytes": -(-kept // n), "making_bytes": max(1, (making - kept) // n),
+}
 sys.stdout.write("\\n" + json.dumps(found))
 """
 
@@ -73,11 +76,15 @@ class NewProcess(NamedTuple):
     base_bytes : int
         The interpreter, the libraries, and the kernel's tables for them.
     token_bytes : int
-        Each token of a vocabulary with its merge, as the tokenizer is made.
+        Each token of a vocabulary with its merge.
+    making_bytes : int
+        What each token takes beside that while the tokenizer is made, before anything but the
+        weights is used.
     """
 
     base_bytes: int
     token_bytes: int
+    making_bytes: int
 
     def nbytes(self, n_tokens: int, mapped_bytes: int) -> int:
         """Return its bytes with a vocabulary, and with the tables for the pages of the model."""

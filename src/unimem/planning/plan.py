@@ -358,7 +358,7 @@ class _Planner:
         self._facts = source.facts | ({} if host is limits else {"machine": str(host)})
         self._is_elsewhere = isinstance(host, DescribedHost)
         self._cached: int | None = 0 if self._is_elsewhere else None
-        self._process_bytes = self._ended_bytes = 0
+        self._process_bytes = self._making_bytes = self._ended_bytes = 0
 
     def plan(self, options: PlanOptions) -> Plan:
         """Make a plan, with advice if it does not fit."""
@@ -392,6 +392,7 @@ class _Planner:
             shape, source = self._source.shape, self._source
             n_tokens = 0 if source.no_tokenizer else shape.vocab_size or 0
             self._process_bytes = found.nbytes(n_tokens, sum(source.by_type().values()))
+            self._making_bytes = found.making_bytes * n_tokens
             self._facts.pop("ggml", None)  # its own memory is counted with the process
 
     def _make(self, options: PlanOptions) -> Plan:
@@ -461,7 +462,7 @@ class _Planner:
         found = needs(ctx or 1)
         if streamed is not None and not streamed.is_open:
             rest = sum(need.room_bytes - need.taken_bytes for need in found[n_weights:])
-            rest += self._process_bytes - self._ended_bytes
+            rest += self._process(found) - self._ended_bytes
             streamed.divide(options.weights_budget, self._machine.memory, rest)
             budget = Budget(self._machine)
             fixed[:n_weights] = self._source.weights(mode, storage, budget, options.sessions)
@@ -497,17 +498,25 @@ class _Planner:
             weight_bytes = sum(self._source.by_type().values())
         else:
             weight_bytes = sum(need.nbytes - need.unread_bytes for need in weights)
-        rest_bytes = self._process_bytes + sum(need.nbytes for need in needs[n_weights:])
+        rest_bytes = self._process(needs) + sum(need.nbytes for need in needs[n_weights:])
         room = min(limit.room_bytes for limit in self._machine.memory)
         return spread(weight_bytes, rest_bytes, sessions, self._machine.nodes, room)
 
     def _container(self, needs: list[Need]) -> dict[str, int | None]:
         """Return the bytes of the process, and the least limit of a container for it."""
-        room = self._process_bytes + sum(need.room_bytes + need.loose_bytes for need in needs)
-        return {
-            "process_bytes": self._process_bytes,
-            "container_bytes": room if self._process_bytes else None,
-        }
+        process = self._process(needs)
+        room = process + sum(need.room_bytes + need.loose_bytes for need in needs)
+        return {"process_bytes": process, "container_bytes": room if process else None}
+
+    def _process(self, needs: list[Need]) -> int:
+        """Return the bytes of the process beside what is needed.
+
+        The tokenizer is made before scratch and history are used, so the larger of both counts.
+        """
+        later = sum(
+            need.room_bytes for need in needs if "kv" in need.rows or "scratch" in need.rows
+        )
+        return self._process_bytes + max(0, self._making_bytes - later)
 
     def _reading(
         self, streamed: StreamedWeights | None, spilled_bytes: int, engine: Engine | None
@@ -629,7 +638,7 @@ class _Planner:
         is_later = options is not None and options.process
         nbytes = sum(need.loose_bytes for need in needs)
         rest = sum(need.room_bytes - need.taken_bytes for need in needs)
-        rest += self._process_bytes - self._ended_bytes
+        rest += self._process(needs) - self._ended_bytes
         most = 0
         found = limits.room_for_files(
             self._machine.memory,
@@ -648,7 +657,7 @@ class _Planner:
     # ---- limits ---------------------------------------------------------------------------------
 
     def _checks(self, needs: list[Need], storage: Storage) -> tuple[Check, ...]:
-        needed = sum(need.room_bytes for need in needs) + self._process_bytes
+        needed = sum(need.room_bytes for need in needs) + self._process(needs)
         taken = sum(need.taken_bytes for need in needs) + self._ended_bytes
         files = sum(need.loose_bytes for need in needs)
         checks = [
