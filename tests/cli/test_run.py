@@ -495,8 +495,8 @@ def test_a_session_must_fit(sessions: Path, arguments: list[str], code: int, sai
 @pytest.mark.parametrize(("target", "said"), [
     ("folder", "folder: Is a directory"),
     ("new/", "new/: Is a directory"),
-    ("pipe", "pipe: Expected a regular file"),
-    ("/dev/null", "/dev/null: Expected a regular file"),
+    ("pipe", "pipe: Is not a regular file"),
+    ("/dev/null", "/dev/null: Is not a regular file"),
     ("/proc/unimem.session", "/proc/unimem.session: "),
     ("n" * 300, "File name too long"),
     ("loop", "loop: Too many levels of symbolic links"),

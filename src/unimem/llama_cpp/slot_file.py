@@ -86,14 +86,14 @@ def write_slot_file(path: str | os.PathLike[str], tokens: NDArray[np.int32], kv:
     OSError
         It cannot be written.
     """
-    write_bytes(path, slot_file_bytes(tokens, instance(kv, "kv", LlamaKV)))
+    write_bytes(path, slot_file_bytes(tokens, kv))
 
 
 def slot_file_bytes(tokens: NDArray[np.int32], kv: LlamaKV) -> bytes:
     """Return what a slot file has."""
+    state = kv_to_state(instance(kv, "kv", LlamaKV)._replace(head=b""))
     ids = token_ids(tokens).astype("<i4")
-    head = _HEAD.pack(_MAGIC, kv.version, len(ids))
-    return head + ids.tobytes() + kv_to_state(kv._replace(head=b""))
+    return _HEAD.pack(_MAGIC, kv.version, len(ids)) + ids.tobytes() + state
 
 
 def _check_head(head: bytes, nbytes: int) -> tuple[int, int]:
