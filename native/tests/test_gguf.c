@@ -389,6 +389,14 @@ TEST(dimension_rules) {
     check_tensor(overflow, 4, 1, INT64_MAX, 0, 28, 0);
     check_tensor(not_whole, 4, 1, 33, 0, 8, 0);
     check_tensor(not_whole, 0, 0, 0, 0, 8, 0);
+    /* A dimension of 0 counts as 1: the largest product beside it is allowed. */
+    um_gguf g;
+    start(1, 0);
+    put_tensor("t", 2, 0, half, 0, 0);
+    put_data(32);
+    CHECK_OK(parse(&g, file_nbytes, file_nbytes));
+    CHECK_EQ(g.tensors[0].nbytes, 0);
+    um_gguf_free(&g);
 }
 
 /* The size of a tensor of an unknown type is the gap behind its offset. */
