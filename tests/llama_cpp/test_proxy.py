@@ -184,7 +184,6 @@ def test_a_full_context_is_not_stored_as_if_it_had_all_tokens(
 @pytest.mark.parametrize(
     "more",
     [
-        {"lora": [{"id": 0, "scale": 1}]},
         {"cache_prompt": False},
         {"n": 2},
         {"prompt": ["a", "b"]},
@@ -323,6 +322,78 @@ def test_clients_of_one_slot_wait_for_each_other(
             assert two.complete(text, id_slot=0)[0] == expected(text)
             assert two.fake.slots[0][0][:n] == [1, *map(ord, text)][:n]
     assert (one.log, two.log) == ([], [])
+
+
+def test_adapters_of_one_request_are_not_stored_for_others(
+    store: um.KVStore, model: Path, folder: Path
+) -> None:
+    """The server computes what waits for a slot before it saves the slot for the proxy."""
+    begun = threading.Event()
+    body = {"prompt": SYSTEM, "n_predict": 4}
+    with served(store, model, folder, n_slots=1) as one:
+        plain = one.fake.complete
+
+        def complete(body: Any) -> tuple[list[int], int]:
+            if "lora" in body:
+                one.fake.slots[0], one.fake.salt = ([], []), 1
+                try:
+                    return plain(body)
+                finally:
+                    one.fake.salt = 0
+            begun.set()
+            deadline = time.monotonic() + 0.5
+            while one.fake.paths.count("/completion") < 3 and time.monotonic() < deadline:
+                time.sleep(0.01)  # the other one may wait in the server
+            return plain(body)
+
+        one.fake.complete = complete  # type: ignore[method-assign]
+        first = threading.Thread(target=one.ask, args=("/completion", body))
+        first.start()
+        assert begun.wait(30)
+        adapters = [{"id": 0, "scale": 1}]
+        status, data, n = one.ask("/completion", body | {"lora": adapters})
+        first.join()
+        assert (status, n) == (200, -1)
+        assert json.loads(data)["content"] == expected(SYSTEM, salt=1)
+        assert one.fake.bodies[-1] == body | {"lora": adapters, "id_slot": 0}
+    with served(store, model, folder) as two:
+        assert two.complete(SYSTEM) == (expected(SYSTEM), len(SYSTEM) // SIZE * SIZE)
+
+
+def test_adapters_that_change_meanwhile_are_noticed(
+    store: um.KVStore, model: Path, folder: Path
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    found: list[tuple[str, int]] = []
+    with served(store, model, folder, n_slots=1) as one:
+        one.complete(SYSTEM)
+        plain = one.fake.complete
+
+        def complete(body: Any) -> tuple[list[int], int]:
+            if not begun.is_set():
+                begun.set()
+                go_on.wait(30)
+            return plain(body)
+
+        def ask(text: str) -> None:
+            found.append(one.complete(text))
+
+        one.fake.complete = complete  # type: ignore[method-assign]
+        threads = [threading.Thread(target=ask, args=(SYSTEM + "?" * 40,)) for _ in range(2)]
+        threads[0].start()
+        assert begun.wait(30)
+        n_asked = one.fake.paths.count("/tokenize")
+        threads[1].start()
+        while one.fake.paths.count("/tokenize") == n_asked:
+            time.sleep(0.01)
+        one.fake.lora, one.fake.salt = [{"id": 0, "scale": 1}], 1
+        one.fake.slots = [([], [])]
+        go_on.set()
+        for thread in threads:
+            thread.join()
+        assert found[1] == (expected(SYSTEM + "?" * 40, salt=1), 0)
+    with served(store, model, folder) as two:
+        assert two.complete(SYSTEM + "?" * 40)[0] == expected(SYSTEM + "?" * 40)
 
 
 # ---- requests of a stranger ----

@@ -11,8 +11,8 @@ import os
 import re
 import select
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -143,18 +143,21 @@ class SlotProxy:
     def _know(self) -> _Known:
         """Ask the server what it is, and what it computes if that may have changed."""
         with self._lock:
-            props = self._server.ask("/props")
-            adapters = self._server.ask("/lora-adapters")
-            asked = [props.get("model_path"), props["total_slots"], props.get("build_info")]
-            asked.append(adapters)
-            known = self._known
+            asked, known = self._asked(), self._known
             if known is None or known.props != asked:
                 self._known = None
-                known = self._known = self._learn(asked, props, adapters)
+                known = self._known = self._learn(asked)
             return known
 
-    def _learn(self, asked: Any, props: Any, adapters: Any) -> _Known:
-        path = str(props.get("model_path"))
+    def _asked(self) -> list[Any]:
+        """Ask the server for all that may change what it computes."""
+        props = self._server.ask("/props")
+        asked = [props.get("model_path"), props["total_slots"], props.get("build_info")]
+        return [*asked, self._server.ask("/lora-adapters")]
+
+    def _learn(self, asked: list[Any]) -> _Known:
+        path, n_slots, _, adapters = asked
+        path = str(path)
         if os.path.exists(path) and not os.path.samefile(path, self._path):
             raise FormatError(f"the server runs {path}, expected {self._path}")
         used = [adapter for adapter in adapters if adapter.get("scale")]
@@ -171,7 +174,7 @@ class SlotProxy:
                 f"{self._server.url} computes other keys than those in the store for this model: "
                 "start it as the first one (adapters, RoPE), or give --options a name for this way"
             )
-        return _Known(asked, prefixes, ServerSlots(props["total_slots"]), saved.kv.n_streams)
+        return _Known(asked, prefixes, ServerSlots(n_slots), saved.kv.n_streams)
 
     # ---- requests ----
 
@@ -182,25 +185,43 @@ class SlotProxy:
             client.refuse(400, str(error))
             return
         path = client.path.split("?")[0].removeprefix("/v1")
-        if client.command == "POST" and path in _COMPLETIONS:
-            try:
-                request = json.loads(body)
-                known = self._know()
-                ids = self._tokens(path, request)
-                slot = integer(request.get("id_slot", -1), "id_slot")
-                wanted = slot % len(known.slots) if slot >= 0 else None
-            except _ERRORS as error:
-                self._log(f"a completion passes without the store: {error}")
+        with ExitStack() as stack:
+            if client.command == "POST" and path in _COMPLETIONS:
                 ids = None
-            if ids is not None:
-                with known.slots.taken(ids, wanted) as slot:
+                try:
+                    request = json.loads(body)
+                    ids = self._tokens(path, request)
+                    wanted = integer(request.get("id_slot", -1), "id_slot")
+                    if ids is not None:
+                        known, slot = stack.enter_context(self._slot(ids, wanted))
+                except _ERRORS as error:
+                    self._log(f"a completion passes without the store: {error}")
+                    ids = None
+                if ids is not None:
                     self._complete(client, known, slot, ids, request)
-                return
-        self._pass(client, body)
+                    return
+            self._pass(client, body)
+
+    @contextmanager
+    def _slot(self, ids: NDArray[np.int32], wanted: int) -> Iterator[tuple[_Known, int]]:
+        """Take a slot of the server as it is then: it may change while a slot is waited for."""
+        while True:
+            known = self._known or self._know()
+            which = wanted % len(known.slots) if wanted >= 0 else None
+            with known.slots.taken(ids, which) as slot:
+                if self._know() is known:
+                    yield known, slot
+                    return
 
     def _tokens(self, path: str, request: Any) -> NDArray[np.int32] | None:
-        """Return the ids of a prompt; None for requests that are passed on as they are."""
-        if request.get("lora") or request.get("n", 1) != 1 or not request.get("cache_prompt", True):
+        """Return the ids of a prompt; None for requests that are passed on as they are.
+
+        None of them are known for a request with adapters of its own, which gets a slot all the
+        same: it would be computed in one whose rows are about to be stored.
+        """
+        if request.get("lora"):
+            return np.empty(0, np.int32)
+        if request.get("n", 1) != 1 or not request.get("cache_prompt", True):
             return None
         prompt = request.get("prompt")
         if path == "/chat/completions":
@@ -217,6 +238,9 @@ class SlotProxy:
         self, client: _Handler, known: _Known, slot: int, ids: NDArray[np.int32], request: Any
     ) -> None:
         held, known.slots.held[slot] = known.slots.held[slot], ids[:0]
+        if not len(ids):
+            self._pass(client, json.dumps(request | {"id_slot": slot}).encode())
+            return
         n_known = restored = 0
         try:
             n_known = known.prefixes.longest(ids)
@@ -254,7 +278,8 @@ class SlotProxy:
         if not known.prefixes.has_ends and n // size * size <= n_known:
             return ids
         saved = self._server.save(slot)
-        if n_common(saved.tokens, ids) < len(ids):  # others use the slot, or tokens were dropped
+        # Others use the slot, tokens were dropped, or adapters have changed.
+        if n_common(saved.tokens, ids) < len(ids) or self._asked() != known.props:
             return ids[:0]
         kv = saved.kv
         if len(saved.tokens) < n:
