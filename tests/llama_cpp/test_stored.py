@@ -43,11 +43,15 @@ def test_prefixes_are_listed_by_their_last_chunk(tmp_path: Path) -> None:
     assert all(found.nbytes > 0 and found.used > 0 for found in of_m)
 
 
-FACTS = {"model": "m", "options": "", "layout": "{}"}
+FACTS = {"model": "m", "options": "", "layout": "{}", "chunk_tokens": "8"}
 
 
 @pytest.mark.parametrize(
-    "facts", [FACTS | {"model": 5}, {"model": "m"}, FACTS | {"options": float("nan")}, [1]]
+    "facts",
+    [
+        *(FACTS | {"model": 5}, {"model": "m"}, FACTS | {"options": float("nan")}, [1]),
+        *(FACTS | {"chunk_tokens": size} for size in ("many", "3", "-1", 8)),
+    ],
 )
 def test_what_is_no_chunk_is_left_out(tmp_path: Path, facts: Any) -> None:
     packed = zlib.compress(json.dumps(facts).encode())

@@ -187,10 +187,20 @@ def _export(store: KVStore, words: list[str], model: str, streams: int) -> None:
             f"digits, got one of {len(found)}: unimem store list"
         )
     (prefix,) = found
+    if prefix.chunk_tokens != store.chunk_tokens:
+        raise ValueError(
+            f"{key}: expected --chunk-tokens {prefix.chunk_tokens}, as it was stored with, got "
+            f"{store.chunk_tokens}"
+        )
     prefixes = LlamaPrefixes(store, model, prefix.layout, options=prefix.options)
     kv = prefixes.restore(prefix.tokens)
     if kv is None or kv.n_tokens < len(prefix.tokens):
-        raise FormatError("a chunk of this prefix is damaged, or was removed meanwhile", None, key)
+        raise FormatError(
+            "a chunk of this prefix is damaged, was removed meanwhile, or has another salt "
+            "(--salt-file)",
+            None,
+            key,
+        )
     write_slot_file(path, prefix.tokens, kv._replace(n_streams=streams))
     terminal.show(f"{escape(path)}: {format_count(kv.n_tokens, 'token')}\n")
 

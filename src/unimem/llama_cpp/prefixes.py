@@ -8,11 +8,12 @@ it is an *end*, kept with the tokens behind the last whole chunk, in pieces as l
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import struct
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -36,14 +37,15 @@ _MAGIC = b"UNIMEMLL"
 _HEAD = struct.Struct("<8s4sIIQ32sI")
 _ROWS, _END = b"rows", b"end."
 _LEAST_PIECE = 1 << 20
-_MOST_FACTS = 1 << 20
+_MOST_FACTS = _MOST_TOKENS = 1 << 20
 _ROOT = hashlib.sha256(b"unimem.llama-cpp/1").digest()
 
 
 class ChunkHead(NamedTuple):
     """The head of a chunk: what it has, and which conversation it belongs to.
 
-    `facts` are the model, the options and the layout that all chunks of a namespace have in common.
+    `facts` are the model, the options, the layout and the tokens of a whole chunk, which all chunks
+    of a namespace have in common.
     """
 
     is_end: bool
@@ -54,11 +56,12 @@ class ChunkHead(NamedTuple):
     facts: dict[str, str]
 
     @classmethod
-    def read(cls, data: bytes) -> ChunkHead | None:
-        """Read the first bytes of a chunk's data; None if it is another engine's.
+    def read(cls, take: Callable[[int], bytes]) -> ChunkHead | None:
+        """Read the first bytes of a chunk's data, as of a file; None if it is another engine's.
 
-        ValueError if they are damaged.
+        ValueError if they are damaged. Its size is that of the store that it was put into.
         """
+        data = take(HEAD_BYTES)
         if len(data) < HEAD_BYTES or not data.startswith(_MAGIC):
             return None
         _, kind, first, n, nbytes, parent, length = _HEAD.unpack(data[: _HEAD.size])
@@ -67,10 +70,12 @@ class ChunkHead(NamedTuple):
             facts = json.loads(zlib.decompressobj().decompress(packed, _MOST_FACTS))
         except (zlib.error, RecursionError) as error:
             raise ValueError(f"the facts of a chunk: {error}") from None
-        names = ("model", "options", "layout")
+        names = ("model", "options", "layout", "chunk_tokens")
         if not isinstance(facts, dict) or {str} != {type(facts.get(name)) for name in names}:
             raise ValueError(f"the facts of a chunk: expected texts, got {facts!r:.60}")
-        tokens = np.frombuffer(data[HEAD_BYTES : HEAD_BYTES + 4 * n], "<i4")
+        tokens = np.frombuffer(take(4 * min(n, int(facts["chunk_tokens"]), _MOST_TOKENS)), "<i4")
+        if len(tokens) != n:
+            raise ValueError(f"the tokens of a chunk: expected {n}, got {len(tokens)}")
         return cls(kind == _END, first, tokens, nbytes, parent, facts)
 
     @property
@@ -367,7 +372,7 @@ class LlamaPrefixes:
         data = np.empty(self._begin + self._piece_bytes, np.uint8)
         if not self._chunks.get(key, data):
             return None
-        head = ChunkHead.read(data[: self._begin].tobytes())
+        head = ChunkHead.read(io.BytesIO(data[: self._begin].tobytes()).read)
         if head is None or head.parent != parent or not np.array_equal(head.tokens, ids):
             return None
         return head.nbytes, data[self._begin :]

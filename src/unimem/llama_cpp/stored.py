@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from unimem.base.arguments import instance, string
 from unimem.kv.store.chunk import HEADER_BYTES
 from unimem.kv.store.store import KVStore
-from unimem.llama_cpp.prefixes import HEAD_BYTES, ChunkHead
+from unimem.llama_cpp.prefixes import ChunkHead
 
 _CHUNK = re.compile(r"[0-9a-f]{64}\.kv")
 
@@ -36,6 +36,8 @@ class StoredPrefix:
         Bytes on the disk, also of chunks that other prefixes share.
     used : float
         When it was last used, in seconds since 1970.
+    chunk_tokens : int
+        Those of the store that it was put into.
     chunks : tuple of str
         The identities of its chunks in the store.
     """
@@ -47,6 +49,7 @@ class StoredPrefix:
     tokens: NDArray[np.int32]
     nbytes: int
     used: float
+    chunk_tokens: int
     chunks: tuple[str, ...] = ()
 
 
@@ -121,6 +124,7 @@ def _prefix(
         tokens=np.concatenate([chunk.head.tokens for chunk in reversed(chunks)]),
         nbytes=sum(chunk.nbytes for chunk in chunks),
         used=last.used,
+        chunk_tokens=int(facts["chunk_tokens"]),
         chunks=tuple(each for chunk in chunks for each in chunk.chunks),
     )
 
@@ -137,7 +141,7 @@ def _found(store: KVStore) -> Iterator[_Found]:
         with suppress(OSError, ValueError, KeyError, TypeError):
             with open(os.path.join(store.folder, name), "rb", opener=_open) as file:
                 file.seek(HEADER_BYTES)
-                head = ChunkHead.read(file.read(HEAD_BYTES + 4 * store.chunk_tokens))
+                head = ChunkHead.read(file.read)
                 info = os.fstat(file.fileno())
             if head is not None:
                 yield _Found(head, info.st_size, info.st_mtime, (name[: -len(".kv")],))
