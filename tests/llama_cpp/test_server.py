@@ -42,13 +42,23 @@ def test_a_key_is_sent(fake: FakeLlama, tmp_path: Path, monkeypatch: pytest.Monk
     assert LlamaServer(fake.url, tmp_path)._headers["Authorization"] == "Bearer secret"
 
 
-def test_files_of_killed_proxies_are_removed(tmp_path: Path) -> None:
-    kept = [tmp_path / "unimem-1-0.slot", tmp_path / "slot", tmp_path / "unimem-x-0.slot"]
-    gone = tmp_path / "unimem-4194999-3.slot"  # no process has this number
-    for path in (*kept, gone):
+def test_files_of_killed_proxies_are_removed(fake: FakeLlama, tmp_path: Path) -> None:
+    """Those of a killed one with the number of this process, too: containers repeat it."""
+    fake.complete({"prompt": [5, 6, 7], "n_predict": 1})
+    server = LlamaServer(fake.url, tmp_path)
+    made: list[Path] = []
+
+    def start_another(path: Path) -> None:
+        LlamaServer(fake.url, tmp_path).remove_remains()
+        made.extend(tmp_path.iterdir())
+
+    fake.spoil = start_another
+    assert server.save(0).tokens.tolist() == [5, 6, 7]
+    assert len(made) == 1
+    for path in (*made, tmp_path / "slot"):
         path.write_bytes(b"")
-    LlamaServer("http://127.0.0.1:1", tmp_path).remove_remains()
-    assert sorted(tmp_path.iterdir()) == sorted(kept)
+    server.remove_remains()
+    assert list(tmp_path.iterdir()) == [tmp_path / "slot"]
 
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:80", "https://a", "http://a/v1", "http://"])

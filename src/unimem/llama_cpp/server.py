@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from http.client import HTTPConnection, HTTPException, HTTPResponse, InvalidURL
-from itertools import count
 from pathlib import Path
 from socket import socket
 from typing import Any
@@ -18,11 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unimem.base.arguments import file_path, integer, string
+from unimem.base.cache_folder import BudgetFolder
+from unimem.base.descriptors import Descriptors
 from unimem.llama_cpp.slot_file import SlotFile, read_slot_file, slot_file_bytes
 from unimem.llama_cpp.state import LlamaKV
 
 _SECONDS = 600  # a slot answers when it is free
-_OURS = re.compile(r"unimem-(\d+)-\d+\.slot")
+_OURS = re.compile(r"unimem-[0-9a-f]{16}\.slot")
 
 
 class LlamaServer:
@@ -40,7 +42,6 @@ class LlamaServer:
         self.url = url.rstrip("/")
         self._address = parts.hostname, parts.port or 80
         self._folder = Path(file_path(folder, "folder"))
-        self._numbers = count()
         key = os.environ.get("LLAMA_API_KEY")
         self._headers = {"Content-Type": "application/json"}
         self._headers |= {"Authorization": f"Bearer {key}"} if key else {}
@@ -111,21 +112,19 @@ class LlamaServer:
 
     def remove_remains(self) -> None:
         """Remove the files of proxies that were killed."""
-        for path in self._folder.glob("unimem-*.slot"):
-            found = _OURS.fullmatch(path.name)
-            if found is not None and not Path(f"/proc/{found[1]}").exists():
-                path.unlink(missing_ok=True)
+        BudgetFolder(str(self._folder), _OURS).sweep(_OURS)
 
     @contextmanager
     def _file(self) -> Iterator[Path]:
-        path = self._folder / f"unimem-{os.getpid()}-{next(self._numbers)}.slot"
-        # As a file of this user alone, whoever writes to it.
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-        try:
-            yield path
-        finally:
-            with suppress(FileNotFoundError):
-                path.unlink()
+        path = self._folder / f"unimem-{os.urandom(8).hex()}.slot"
+        with Descriptors() as fds:
+            # As a file of this user alone, whoever writes to it. One without a lock is a remain.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            fcntl.flock(fds.add(os.open, path, flags, 0o600), fcntl.LOCK_EX)
+            try:
+                yield path
+            finally:
+                path.unlink(missing_ok=True)
 
 
 def _slot(slot: int, action: str) -> str:

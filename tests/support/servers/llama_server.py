@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from support.servers.listener import listening
-from unimem.llama_cpp.slot_file import read_slot_file, write_slot_file
+from unimem.llama_cpp.slot_file import read_slot_file, slot_file_bytes
 from unimem.llama_cpp.state import CellRows, LlamaKV, Part, Recurrent, StateLane
 
 Rows = list[bytes]
@@ -156,7 +156,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.fake.slots[slot] = [], []
         elif query == "action=save":
             path = self.fake.folder / body["filename"]
-            write_slot_file(path, *self.fake.state(slot))
+            path.write_bytes(slot_file_bytes(*self.fake.state(slot)))  # in place, as llama.cpp
             self.fake.spoil(path)
         else:
             self.fake.restore(slot, self.fake.folder / body["filename"])
