@@ -102,3 +102,12 @@ def test_a_changed_state_is_refused_or_read_whole(data: Any) -> None:
     except FormatError:
         return
     assert len(kv_to_state(kv)) == len(blob)
+
+
+def test_bytes_that_can_be_read_in_many_ways_are_refused_at_once() -> None:
+    """Each of these can be a part, or a tensor of the one before it."""
+    either = struct.pack("<IiIII", 1, 8, 0, 0, 1024)
+    small = struct.pack("<IiIIIiQiQ", 1, 8, 0, 0, 1, 0, 0, 0, 0)
+    for blob in (200 * either + b"x", 2000 * small):
+        with pytest.raises(FormatError, match="laid out in another way"):
+            state_to_kv(blob)

@@ -22,6 +22,8 @@ VERSIONS = (3, 4)
 _SEQUENCE_MAGIC = 0xAF143CD8  # before what llama_state_seq_get_data writes
 _MOST_ARCH = 64  # bytes of an architecture's name
 _MOST_LAYERS, _MOST_STREAMS, _MOST_ROW = 1024, 1024, 1 << 26
+# Its memories have up to 3 parts; bytes that can be parts in many ways are read this often at most.
+_MOST_PARTS, _MOST_READS = 8, 1 << 15
 _EXTRA_BYTES = 12  # of a cell with further positions (M-RoPE) and a token
 # Bytes of values by ggml's number of the type, for types that V can be transposed with.
 _VALUE_BYTES = {0: 4, 1: 2, 30: 2}
@@ -257,23 +259,27 @@ class _Parser:
         self._behind = behind
         self.n_streams = 1
         self.reached = 0
+        self._left = _MOST_READS
 
-    def parse(self, at: int) -> tuple[Part, ...] | None:
-        """Return the parts from a byte to the end; None if there are none."""
+    def parse(self, at: int, most: int = _MOST_PARTS) -> tuple[Part, ...] | None:
+        """Return the parts from a byte to the end, `most` of them; None if there are none."""
         self.reached = max(self.reached, at)
+        if not most:
+            return None
         for parts in (self._cells(at), self._recurrent(at)):
             for part, end in parts:
                 rest = self._data[end : end + len(self._behind)].tobytes()
                 if end == self._data.size or (rest and rest == self._behind):
                     self.reached = end
                     return (part,)
-                if (more := self.parse(end)) is not None:
+                if (more := self.parse(end, most - 1)) is not None:
                     return (part, *more)
         return None
 
     def _words(self, at: int, code: str) -> tuple[int, ...] | None:
         end = at + struct.calcsize(f"<{code}")
-        if end > self._data.size:
+        self._left -= 1
+        if end > self._data.size or self._left < 0:
             return None
         return struct.unpack(f"<{code}", self._data[at:end].tobytes())
 
