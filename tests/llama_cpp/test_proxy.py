@@ -52,11 +52,13 @@ class Served:
     def __init__(self, url: str, fake: FakeLlama, log: list[str]) -> None:
         self.url, self.fake, self.log = url, fake, log
 
-    def ask(self, path: str, body: Any = None, method: str = "POST") -> tuple[int, bytes, int]:
+    def ask(
+        self, path: str, body: Any = None, method: str = "POST", **headers: str
+    ) -> tuple[int, bytes, int]:
         """Return status, body and restored tokens of a response."""
         connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=30)
         try:
-            connection.request(method, path, None if body is None else json.dumps(body))
+            connection.request(method, path, None if body is None else json.dumps(body), headers)
             response = connection.getresponse()
             return response.status, response.read(), int(response.getheader(RESTORED, "-1"))
         finally:
@@ -394,6 +396,22 @@ def test_adapters_that_change_meanwhile_are_noticed(
         assert found[1] == (expected(SYSTEM + "?" * 40, salt=1), 0)
     with served(store, model, folder) as two:
         assert two.complete(SYSTEM + "?" * 40)[0] == expected(SYSTEM + "?" * 40)
+
+
+def test_a_client_without_the_key_learns_and_changes_nothing(
+    store: um.KVStore, model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served(store, model, folder) as one:
+        one.complete(SYSTEM)
+    monkeypatch.setenv("LLAMA_API_KEY", "secret")
+    body = {"prompt": [1, *map(ord, SYSTEM)], "n_predict": 4}
+    with served(store, model, folder, key="secret") as two:
+        before = two.fake.slots
+        for headers in ({}, {"Authorization": "Bearer guess"}):
+            assert two.ask("/completion", body, **headers)[::2] == (401, -1)
+        assert two.fake.slots == before
+        n = len(SYSTEM) // SIZE * SIZE
+        assert two.ask("/completion", body, Authorization="Bearer secret")[::2] == (200, n)
 
 
 # ---- requests of a stranger ----

@@ -190,7 +190,8 @@ class SlotProxy:
                 ids = None
                 try:
                     request = json.loads(body)
-                    ids = self._tokens(path, request)
+                    if self._server.admits(client.headers):
+                        ids = self._tokens(path, request)
                     wanted = integer(request.get("id_slot", -1), "id_slot")
                     if ids is not None:
                         known, slot = stack.enter_context(self._slot(ids, wanted))

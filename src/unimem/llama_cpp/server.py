@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from email.message import Message
 from http.client import HTTPConnection, HTTPException, HTTPResponse, InvalidURL
 from pathlib import Path
 from socket import socket
@@ -88,6 +89,14 @@ class LlamaServer:
                     f"{self.url}{path}: {response.status}: {data.decode()!r:.300}"
                 )
             return answer
+
+    def admits(self, headers: Message) -> bool:
+        """Whether the server takes the key of a request, if questions have one."""
+        if "Authorization" not in self._headers:
+            return True
+        keys = {name: headers[name] for name in ("Authorization", "X-Api-Key") if name in headers}
+        with self.request("GET", "/props", None, keys) as response:
+            return response.status != 401
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of a prompt as the server makes them."""

@@ -33,7 +33,7 @@ class FakeLlama:
     """What the server has, and knobs of tests.
 
     `salt` changes what it computes, `has_states` adds a recurrent state, `dies` ends answers early,
-    `lora` are adapters, and `spoil` is called with each file of a slot.
+    `lora` are adapters, `spoil` is called with each file of a slot, and `key` is asked for.
     """
 
     def __init__(self, folder: Path, model: Path, **knobs: Any) -> None:
@@ -42,6 +42,7 @@ class FakeLlama:
         self.has_states = self.dies = False
         self.lora: list[dict[str, float]] = []
         self.spoil: Callable[[Path], object] = id
+        self.key = ""
         vars(self).update(knobs)
         self.slots: list[tuple[list[int], Rows]] = [([], []) for _ in range(self.n_slots)]
         self.n_computed = 0
@@ -132,12 +133,22 @@ class _Handler(BaseHTTPRequestHandler):
             "/health": {"status": "ok"},
         }
         found = answers.get(self.path)
-        self.answer(404 if found is None else 200, found)
+        if self.has_key():
+            self.answer(404 if found is None else 200, found)
+
+    def has_key(self) -> bool:
+        """Whether a request has the key; refuse one that lacks it."""
+        has_key = self.headers.get("Authorization") == f"Bearer {self.fake.key}"
+        if self.fake.key and not has_key:
+            self.answer(401, {"error": {"code": 401, "message": "Invalid API Key"}})
+        return has_key or not self.fake.key
 
     def do_POST(self) -> None:
         self.fake.paths.append(self.path)
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
         path, _, query = self.path.partition("?")
+        if not self.has_key():
+            return
         with self.turn:
             if path == "/tokenize":
                 self.answer(200, {"tokens": tokenize(body["content"])})
