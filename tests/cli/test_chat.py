@@ -254,6 +254,33 @@ def test_in_a_pipe_messages_are_lines(model: Path) -> None:
     assert "tokens of context used\n" in done.stdout
 
 
+def test_a_line_in_another_encoding_is_refused_alone(model: Path) -> None:
+    """As in a locale such as de_DE.UTF-8, where Python's standard input is strict."""
+    words = [sys.executable, "-c", MAIN, "chat", str(model), *ONE_THREAD, "--ctx", "64"]
+    done = subprocess.run(
+        words,
+        input=b"caf\xe9\nOnce upon\n",
+        capture_output=True,
+        env=os.environ | {"PYTHONIOENCODING": "utf-8:strict"},
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"expected text that UTF-8 can write" in done.stdout
+    assert b"64 of 64 tokens of context used" in done.stdout
+
+
+def test_a_closed_standard_input_is_an_error(model: Path) -> None:
+    code = f"import os, sys; os.close(0); sys.stdin = None\n{MAIN}"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "chat", model, *ONE_THREAD],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "unimem: standard input: closed, expected messages, a line each\n"
+
+
 def test_sigterm_ends_a_conversation(model: Path) -> None:
     words = [sys.executable, "-c", MAIN, "chat", str(model), *ONE_THREAD]
     pipe = subprocess.PIPE

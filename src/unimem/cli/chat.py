@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -236,6 +238,8 @@ def converse(
     verbose: bool = False,
 ) -> None:
     """Load a model, and answer messages from standard input until it ends."""
+    if sys.stdin is None:
+        raise OSError(errno.EBADF, "closed, expected messages, a line each", "standard input")
     tokenizer = read_tokenizer(path, options)
     with (
         Fallbacks(verbose=verbose) as fallbacks,
@@ -251,6 +255,8 @@ def converse(
         assert layout.plan is not None  # for_model made it
         warm(decoder, layout.plan)
         fallbacks.show(layout.plan)
+        if isinstance(sys.stdin, TextIOWrapper):  # a line that is no text is refused alone
+            sys.stdin.reconfigure(errors="surrogateescape")
         terminal.show("/help lists commands; Ctrl-C ends an answer, Ctrl-D the conversation.\n")
         while (line := _read()) is not None:
             try:
