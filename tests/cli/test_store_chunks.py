@@ -79,6 +79,12 @@ def test_a_pinned_conversation_stays(folder: Path) -> None:
     assert files_of(folder) == []
 
 
+@pytest.mark.parametrize(("time", "is_pinned"), [("0s", False), ("99999d", True)])
+def test_the_ends_of_pins_are_as_asked_for(folder: Path, time: str, is_pinned: bool) -> None:
+    assert run(folder, "pin", "all", "--for", time)["n_chunks"] == 10
+    assert {each["pinned"] for each in run(folder, "show")["prefixes"]} == {is_pinned}
+
+
 def test_drop_takes_what_no_other_conversation_needs(folder: Path) -> None:
     found = run(folder, "show")["prefixes"]
     one = next(each["key"] for each in found if (each["model"], each["n_tokens"]) == (MODEL, 32))
@@ -135,7 +141,11 @@ def test_keys_of_llama_cpp_s_prefixes_are_known(tmp_path: Path) -> None:
     assert (found["n_chunks"], found["models"][0]["engine"]) == (2, "llama.cpp")
     run(where, "unpin", keys[0])
     assert run(where, "drop", keys[0])["n_chunks"] == 1  # the other one has the first chunk, too
-    assert run(where, "drop", "all", "--model", model)["n_chunks"] == 2
+    with opened(where, chunk_tokens=16) as store, cache(16) as kv:
+        store.put(kv, TOKENS[:16], model=MODEL)
+    assert run(where, "verify")["n_chunks"] == 3
+    for word in ("verify", "drop"):
+        assert run(where, word, *["all"] * (word == "drop"), "--model", model)["n_chunks"] == 2
 
 
 @pytest.mark.parametrize(

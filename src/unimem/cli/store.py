@@ -157,9 +157,8 @@ def store(
         salt=salt or "",
     ) as opened:
         if action in _ON_DISK:
-            ChunkWork(opened, digest, as_json=as_json).run(
-                action, words, pinned_for or unused, drops=drops
-            )
+            seconds = unused if pinned_for is None else pinned_for
+            ChunkWork(opened, digest, as_json=as_json).run(action, words, seconds, drops=drops)
         elif action == "list":
             _list(opened, model, stored_prefixes(opened, model=digest), as_json)
         elif action == "import":

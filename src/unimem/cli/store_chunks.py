@@ -99,7 +99,7 @@ class ChunkWork:
             return self._disk.drop(key) > 0
         until = None if action == "unpin" else notes.FOR_EVER
         if until is not None and seconds is not None:
-            until = int((self._now + seconds) * 1e9)
+            until = min(int((self._now + seconds) * 1e9), notes.FOR_EVER)
         try:
             notes.pin(self._disk.path_of(key), until)
         except FileNotFoundError:  # another process has dropped it
@@ -107,9 +107,10 @@ class ChunkWork:
         return True
 
     def _verify(self, done: dict[str, Any], *, drops: bool) -> None:
-        total = sum(file.nbytes for file in self._disk.chunks())
+        chunks = Inventory(self._disk).chunks.values()
+        total = sum(chunk.nbytes for chunk in chunks if self._is_of_model(chunk))
         with terminal.updates("verifying") as progress:
-            for key, nbytes, fault in find_damaged(self._disk):
+            for key, nbytes, fault in find_damaged(self._disk, self._model):
                 done["n_chunks"] += 1
                 done["nbytes"] += nbytes
                 progress(min(done["nbytes"], total), total)

@@ -196,13 +196,17 @@ def _number(value: object) -> int | None:
     return value if isinstance(value, int) and 0 <= value < _MOST else None
 
 
-def find_damaged(disk: FolderTier) -> Iterator[tuple[str, int, str | None]]:
-    """Read each chunk; give its identity, its bytes, and its fault, or None.
+def find_damaged(
+    disk: FolderTier, model: str | None = None
+) -> Iterator[tuple[str, int, str | None]]:
+    """Read each chunk, or each of a model; give its identity, its bytes, and its fault, or None.
 
     No chunk counts as used by that. Those that others remove meanwhile are left out.
     """
     for file in disk.chunks():
         key = bytes.fromhex(os.path.splitext(file.name)[0])
+        if model not in (None, notes.read_note(disk.path_of(key)).get("model")):
+            continue
         nbytes, fault = file.nbytes, _fault(disk, key, file.nbytes)
         if fault is not None:
             try:
