@@ -65,3 +65,14 @@ def test_a_server_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     assert code == 1
     assert "refused" in err
     assert show("serve-slots", "ftp://a", *map(str, words))[0] == 1
+
+
+def test_a_taken_address_is_named(tmp_path: Path) -> None:
+    from support.terminal.screens import show
+
+    model = make.write_model(tmp_path / "m.gguf", shape=make.TINY)
+    with fake_llama(tmp_path, model) as fake:
+        port = fake.url.rpartition(":")[2]
+        words = ["--store", tmp_path / "kv", "--model", model, "--slot-save-path", tmp_path]
+        code, _, err = show("serve-slots", fake.url, *map(str, words), "--port", port)
+    assert (code, err) == (1, f"unimem: 127.0.0.1:{port}: Address already in use\n")

@@ -42,6 +42,16 @@ def test_a_key_is_sent(fake: FakeLlama, tmp_path: Path, monkeypatch: pytest.Monk
     assert LlamaServer(fake.url, tmp_path)._headers["Authorization"] == "Bearer secret"
 
 
+@pytest.mark.parametrize("key", ["secret\r", "sécret"])
+def test_a_key_that_no_header_takes_is_refused_and_not_shown(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLAMA_API_KEY", key)
+    with pytest.raises(ValueError, match="LLAMA_API_KEY: expected printable ASCII") as error:
+        LlamaServer("http://127.0.0.1:1", tmp_path).ask("/props")
+    assert "cret" not in str(error.value)
+
+
 def test_files_of_killed_proxies_are_removed(fake: FakeLlama, tmp_path: Path) -> None:
     """Those of a killed one with the number of this process, too: containers repeat it."""
     fake.complete({"prompt": [5, 6, 7], "n_predict": 1})

@@ -122,7 +122,11 @@ class SlotProxy:
             def handle_any(self) -> None:
                 proxy._handle(self)
 
-        self._http = ThreadingHTTPServer(address, Handler)
+        try:
+            self._http = ThreadingHTTPServer(address, Handler)
+        except OSError as error:
+            where = "{}:{}".format(*address)
+            raise OSError(error.errno, error.strerror, where) from None
         self.address: tuple[str, int] = self._http.server_address[:2]  # type: ignore[assignment]
 
     def serve(self) -> None:

@@ -43,7 +43,9 @@ class LlamaServer:
         self.url = url.rstrip("/")
         self._address = parts.hostname, parts.port or 80
         self._folder = Path(file_path(folder, "folder"))
-        key = os.environ.get("LLAMA_API_KEY")
+        key = os.environ.get("LLAMA_API_KEY", "")
+        if not key.isascii() or not key.isprintable():
+            raise ValueError(f"LLAMA_API_KEY: expected printable ASCII, got {len(key)} characters")
         self._headers = {"Content-Type": "application/json"}
         self._headers |= {"Authorization": f"Bearer {key}"} if key else {}
 
