@@ -117,13 +117,6 @@ class DeviceGroup(Group):
         """Return 0: rows are not overwritten."""
         return 0
 
-    def crop(self, n: int) -> None:
-        """Drop the last n tokens, after `check_crop`."""
-        if self.kv is not None and n == self.kv.next_position:
-            self.clear()  # with those that a session lacks
-        else:
-            super().crop(n)
-
     def keep(self, prompt: Prompt) -> None:
         """Do nothing: all tokens stay, also those behind a window."""
 
