@@ -168,7 +168,7 @@ class DeviceLayer(Layer):
 
     def _past(self, kv: Any, dtype: torch.dtype | None) -> Tensors:
         """Return K and V that the next token may attend to, converted if there is a type."""
-        return self._shown_of(kv, dtype, self.get_mask_sizes(0)[0])
+        return self._shown_of(kv, dtype, Layer.get_mask_sizes(self, 0)[0])
 
     def _append(self, kv: Any, key_states: torch.Tensor, value_states: torch.Tensor) -> Tensors:
         """Append tokens that fit the cache, and return all that they attend to."""
