@@ -206,6 +206,19 @@ def test_refusals_leave_the_conversation(
             decoder.put_aside(store)
 
 
+@pytest.mark.parametrize(("arch", "kind"), [("llama", "window"), ("gemma3", "f16")])
+def test_a_trimmed_conversation_is_not_put_aside(
+    models: dict[str, Path], store: um.KVStore, arch: str, kind: str
+) -> None:
+    # If the store lost it, all tokens would be computed anew, and no longer the trimmed ones.
+    with opened(models[arch], **KINDS[kind]) as decoder:
+        decoder.prefill(PROMPT)
+        decoder.kv.trim_to(50)
+        decoder.prefill(PROMPT[:200])  # a ring is full again
+        with pytest.raises(RuntimeError, match="tokens were trimmed"):
+            decoder.put_aside(store)
+
+
 def test_a_governor_puts_idle_conversations_aside(
     models: dict[str, Path], store: um.KVStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -309,6 +309,20 @@ def test_a_crop_may_be_longer_than_the_window(window: int, n: int) -> None:
         step(ours, transformers.DynamicCache(config=config), 4)
 
 
+@pytest.mark.parametrize("more", [0, 3, 30])
+def test_all_tokens_can_be_dropped_behind_a_window_that_was_copied(more: int) -> None:
+    config = tiny.config("gemma")
+    with KVCache(config, spare_rows=2) as cache:
+        for layer in range(LAYERS):
+            cache.update(*states(40), layer)
+        cache.batch_select_indices(torch.tensor([0]))
+        for layer in range(LAYERS if more else 0):
+            cache.update(*(part[:1] for part in states(more)), layer)
+        cache.crop(-40 - more)
+        assert {kv.next_position for kv in cache.caches} == {0}
+        step(cache, transformers.DynamicCache(config=config), 4)
+
+
 def test_a_crop_that_no_spare_row_allows_says_so() -> None:
     with KVCache(tiny.config("mistral"), spare_rows=0) as cache:
         for layer in range(LAYERS):

@@ -86,6 +86,19 @@ def test_all_compiled_steps_are_one_graph_that_asks_no_host(kind: str) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma"])
+def test_a_layer_shows_the_tokens_that_it_has(kind: str) -> None:
+    model = tiny.model(kind)
+    with static(model) as cache, KVCache.for_model(model, device=None) as other:
+        for n in (N, 3):
+            for layer in (*cache.layers, *other.layers):
+                layer.update(*tiny.states(n))
+            for layer, like in zip(cache.layers, other.layers, strict=True):
+                assert torch.equal(layer.keys, like.keys)
+                assert torch.equal(layer.values, like.values)
+                assert repr(layer) == repr(like)
+
+
 def test_tokens_without_room_are_refused_or_told_later() -> None:
     model = tiny.model("llama")
     with static(model, 6) as cache:

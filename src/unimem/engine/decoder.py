@@ -414,7 +414,7 @@ class Decoder:
         if self._aside is not None:
             return 0
         n = self._known_tokens()
-        if not self._history.is_cut and n != self.kv.seq_len:
+        if self._history.is_trimmed:
             raise RuntimeError("tokens were trimmed: the conversation cannot be put aside")
         model = model_name(self.weights)
         aside = PutAside(store, self._history, self._forward.ids[:n], model)
@@ -817,7 +817,7 @@ class Decoder:
     def _keep_first(self, n: int) -> int:
         """Drop all tokens but the first n, or all if these cannot stay; return how many stay."""
         kv = self.kv
-        if self._history.is_cut or kv.seq_len == kv.next_position:  # none was trimmed
+        if not self._history.is_trimmed:
             with suppress(ValueError, RuntimeError):  # a window does not reach back so far
                 kv.crop(kv.seq_len - (kv.next_position - n))  # a window has dropped others
                 return n

@@ -85,6 +85,11 @@ class History:
         """Whether rings drop old tokens, so that the conversation cannot go back far."""
         return any(part.window is not None for part in self.parts)
 
+    @property
+    def is_trimmed(self) -> bool:
+        """Whether tokens were dropped by more than windows: later ones never saw them."""
+        return any(part._first_kept() for part in self.parts)
+
     def first_kept(self, end: int) -> int:
         """Return the first position that all rings still hold when `end` is the next one."""
         rows = (part.n_rows for part in self.parts if part.window is not None)

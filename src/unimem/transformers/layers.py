@@ -228,6 +228,9 @@ class Group:
         kv = self.kv
         if kv is None or not n:
             return
+        if n == kv.next_position:
+            self.clear()  # a ring that was copied or restored lacks tokens, and goes back to none
+            return
         self.release_rows()
         left = kv.next_position - n
         while kv.next_position > left:  # a ring shows earlier tokens again, a window at a time

@@ -117,13 +117,6 @@ class DeviceGroup(Group):
         """Return 0: rows are not overwritten."""
         return 0
 
-    def crop(self, n: int) -> None:
-        """Drop the last n tokens, after `check_crop`."""
-        if self.kv is not None and n == self.kv.next_position:
-            self.clear()  # with those that a session lacks
-        else:
-            super().crop(n)
-
     def keep(self, prompt: Prompt) -> None:
         """Do nothing: all tokens stay, also those behind a window."""
 
@@ -175,7 +168,7 @@ class DeviceLayer(Layer):
 
     def _past(self, kv: Any, dtype: torch.dtype | None) -> Tensors:
         """Return K and V that the next token may attend to, converted if there is a type."""
-        return self._shown_of(kv, dtype, self.get_mask_sizes(0)[0])
+        return self._shown_of(kv, dtype, Layer.get_mask_sizes(self, 0)[0])
 
     def _append(self, kv: Any, key_states: torch.Tensor, value_states: torch.Tensor) -> Tensors:
         """Append tokens that fit the cache, and return all that they attend to."""

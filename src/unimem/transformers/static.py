@@ -85,6 +85,12 @@ class StaticLayer(DeviceLayer):
     group: StaticGroup
     is_compileable = True
 
+    @property
+    def length(self) -> int:
+        """All tokens so far, which the device counts."""
+        self.group.sync()
+        return super().length
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Tensors:
