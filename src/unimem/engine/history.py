@@ -87,7 +87,7 @@ class History:
 
     @property
     def is_trimmed(self) -> bool:
-        """Whether tokens were dropped by more than windows: later ones never saw them."""
+        """Whether first tokens were trimmed, which later ones never saw; a window trims nothing."""
         return any(part._first_kept() for part in self.parts)
 
     def first_kept(self, end: int) -> int:

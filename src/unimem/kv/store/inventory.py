@@ -205,7 +205,7 @@ def find_damaged(
     """
     for file in disk.chunks():
         key = bytes.fromhex(os.path.splitext(file.name)[0])
-        if model not in (None, notes.read_note(disk.path_of(key)).get("model")):
+        if model is not None and notes.read_note(disk.path_of(key)).get("model") != model:
             continue
         nbytes, fault = file.nbytes, _fault(disk, key, file.nbytes)
         if fault is not None:
