@@ -97,11 +97,11 @@ def test_chunks_of_another_size_are_listed_as_they_are(tmp_path: Path, model: Pa
     write_slot_file(slot, IDS, state(cells(40)))
     run(tmp_path, "import", slot, model=model)
     for size in (8, 32):
-        words = ("--chunk-tokens", str(size), "--store", str(tmp_path / "kv"))
-        found = json.loads(show("store", "list", "--json", *words)[1])["prefixes"]
+        options = ("--chunk-tokens", str(size), "--store", str(tmp_path / "kv"))
+        found = json.loads(show("store", "list", "--json", *options)[1])["prefixes"]
         assert found == listed(tmp_path)
-        words = (*words, "--model", str(model))
-        code, _, err = show("store", "export", found[0]["key"], str(out), *words)
+        words = ("export", found[0]["key"], str(out), *options, "--model", str(model))
+        code, _, err = show("store", *words)
         assert (code, out.exists()) == (1, False)
         assert f"expected --chunk-tokens 16, as it was stored with, got {size}" in err
 

@@ -43,7 +43,7 @@ def test_prefixes_are_listed_by_their_last_chunk(tmp_path: Path) -> None:
     assert all(found.nbytes > 0 and found.used > 0 for found in of_m)
 
 
-FACTS = {"model": "m", "options": "", "layout": "{}", "chunk_tokens": "8"}
+FACTS: dict[str, Any] = {"model": "m", "options": "", "layout": "{}", "chunk_tokens": "8"}
 
 
 @pytest.mark.parametrize(
