@@ -504,6 +504,7 @@ TEST(refused_reads) {
     CHECK_EQ(do_read(&m, 2, 0, 2, 4, UM_BF16), UM_OK);
     CHECK_OK(um_kv_read(kv, 0, 0, 6, 0, NULL, UM_F32, &test_err));
     CHECK_REFUSED(UM_E_INVALID, &m, um_kv_read(kv, 3, 0, 2, 1, out, UM_F32, &test_err));
+    CHECK_REFUSED(UM_E_INVALID, &m, um_kv_read(kv, 3, 0, 0, 0, out, UM_F32, &test_err));
     CHECK_REFUSED(UM_E_INVALID, &m, um_kv_read(kv, 0, 0, 2, 1, out, UM_Q8_0, &test_err));
     CHECK_REFUSED(UM_E_INVALID, &m, um_kv_read(kv, 0, 0, 2, 1, out, (um_dtype)9, &test_err));
     CHECK(um_kv_read(kv, 0, 0, 2, 5, out, UM_F32, NULL) == UM_E_INVALID);

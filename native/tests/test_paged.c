@@ -114,6 +114,10 @@ TEST(types_apart) {
     unsigned char out[64];
     CHECK_INVALID(um_paged_gather(&seq, 0, 0, 0, out, 64, UM_Q8_0, &test_err));
     CHECK_OK(um_paged_gather(&seq, 0, 1, 0, out, 64, UM_Q8_0, &test_err));
+    /* Blocks that K may have, and V not. */
+    AUTO_POOL turned = make_pool((um_paged_spec){2, 3, 32, 4, 5, UM_Q8_0, UM_F16});
+    AUTO_SEQ of_turned = make_seq(&turned);
+    CHECK_INVALID(append(&of_turned, 0, &token, 1, UM_Q8_0, UM_KV_HEAD_MAJOR));
 }
 
 TEST(no_memory) {
@@ -226,6 +230,7 @@ TEST(refused_calls) {
     CHECK_INVALID(um_paged_append(&seq, 0, k, v, UM_Q8_0, UM_KV_HEAD_MAJOR, 1, &test_err));
     CHECK_INVALID(um_paged_crop(&seq, 8, &test_err));
     float out[200];
+    CHECK_INVALID(um_paged_gather(&seq, 2, 0, 0, out, 400, UM_F32, &test_err));
     CHECK_INVALID(um_paged_gather(&seq, 2, 0, 1, out, 400, UM_F32, &test_err));
     CHECK_INVALID(um_paged_gather(&seq, 0, 0, 8, out, 400, UM_F32, &test_err));
     CHECK_INVALID(um_paged_gather(&seq, 0, 0, 7, out, 7 * 16 - 1, UM_F32, &test_err));

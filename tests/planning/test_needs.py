@@ -222,11 +222,11 @@ SCRATCH: dict[str, tuple[tuple[Any, ...], dict[str, int]]] = {
         },
     ),
     "a mixture of small experts": (
-        (um.ModelDims(64, 48, 4, 4, 16, 500, 2, 2048), 200, 1, [200], Experts(60, 4, 48)),
+        (um.ModelDims(72, 80, 4, 4, 16, 500, 2, 2048), 200, 1, [200], Experts(60, 4, 80)),
         {
             **{"headers": 368 * 44 + 2 * (156 * 436 + 4096), "inputs": 1024 + 52816 + 1184},
-            **{"values": 512 * (192 + 560 + 188) + 4096, "logits": 2000},
-            "work": 256 * 64 + 8 * (60 * 513 + 4) + 64 * 61 + 128,
+            **{"values": 512 * (216 + 656 + 188) + 4096, "logits": 2000},
+            "work": 256 * 80 + 8 * (60 * 513 + 4) + 64 * 61 + 128,
         },
     ),
     "a batch, and a tile for each thread": (

@@ -24,12 +24,7 @@ PYTHON_FILES = {
     """.split()
     ),
     "planning/search.py": ("tests/planning/test_search.py",),
-    "planning/plan.py": tuple(
-        """
-        tests/planning/test_plan*.py tests/planning/test_gpu_bytes.py
-        tests/planning/test_needs.py
-    """.split()
-    ),
-    "planning/result.py": ("tests/planning/test_plan*.py", "tests/cli/test_plan.py"),
+    "planning/plan.py": ("tests/planning/test_*.py", "tests/cli/test_plan.py"),
+    "planning/result.py": ("tests/planning/test_*.py", "tests/cli/test_plan.py"),
     "kv/snapshot/format_rows.py": ("tests/kv/snapshot/test_*.py", "tests/project/test_upgrades.py"),
 }
