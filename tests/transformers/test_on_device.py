@@ -180,11 +180,12 @@ def test_a_session_of_a_ring_goes_back_as_far_as_its_window(tmp_path: Path) -> N
         assert again.layers[0].keys is None
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma", "mistral"])
 @pytest.mark.parametrize("there_first", [True, False])
 def test_prefixes_go_on_in_the_other_memory_through_pinned_memory(
-    gpu: HostDriver, there_first: bool, store: um.KVStore
+    gpu: HostDriver, there_first: bool, kind: str, store: um.KVStore
 ) -> None:
-    model, ids = tiny.model("llama"), tiny.prompts(1, 40)
+    model, ids = tiny.model(kind, "bfloat16"), tiny.prompts(1, 40)
     pinned: dict[int, int] = {}
 
     def register(address: int, nbytes: int) -> None:
@@ -195,14 +196,53 @@ def test_prefixes_go_on_in_the_other_memory_through_pinned_memory(
     with KVCache.for_model(model, device=devices[0]) as cache:
         expected = talk(model, cache, ids)
         assert cache.put_into(store, expected) == 48
+        n = store.stat().put_chunks
     with KVCache.for_model(model, device=devices[1]) as cache:
         assert cache.restore_from(store, ids) == 32
         assert talk(model, cache, ids).tolist() == expected.tolist()
+        assert cache.put_into(store, expected) == 48
+        assert store.stat().put_chunks == n
+        longer = talk(model, cache, expected, 20)
+        assert cache.put_into(store, longer) == 64
+    with KVCache.for_model(model, device=devices[0]) as cache:
+        assert cache.restore_from(store, longer) == 64
+        longest = talk(model, cache, longer).tolist()
+    assert longest == talk(model, None, longer).tolist()
     copies = [call for call in gpu.calls if call[0] == "copy rows"]
-    ends = [call[1 if there_first else 2] for call in copies]
     assert copies
-    for end in ends:  # no other main memory is read or written
-        assert any(first <= end < first + nbytes for first, nbytes in pinned.items())
+    for _, one, other, *_ in copies:  # no other main memory is read or written
+        ends = one, other
+        assert any(
+            first <= end < first + nbytes for end in ends for first, nbytes in pinned.items()
+        )
+
+
+def test_a_damaged_chunk_of_a_window_is_a_miss_on_a_device(store: um.KVStore) -> None:
+    """A window of 24 tokens needs two chunks of 16: the first is there before the other fails."""
+    ids = tiny.prompts(1, 60)
+    with patch.dict(tiny.CONFIGS["mistral"][1], sliding_window=24):
+        model = tiny.model.__wrapped__("mistral")
+    with KVCache.for_model(model) as cache:
+        expected = talk(model, cache, ids)
+        assert cache.put_into(store, ids[:, :32]) == 32
+        files = {*Path(store.folder).glob("*.kv")}
+        assert cache.put_into(store, ids[:, :48]) == 48
+    (last,) = {*Path(store.folder).glob("*.kv")} - files
+    last.write_bytes(bytes(last.stat().st_size))
+    with KVCache.for_model(model) as cache, here(model) as ring:
+        with pytest.warns(um.PlacementWarning, match="was removed"):
+            assert cache.restore_from(store, ids) == 32
+        assert ring.restore_from(store, ids) == 32
+        for one, other in zip(cache.layers, ring.layers, strict=True):
+            assert torch.equal(one.keys, other.keys)
+            assert torch.equal(one.values, other.values)
+        with pytest.raises(ValueError, match="last 2 tokens cannot be dropped, since a window"):
+            cache.crop(-2)
+        assert talk(model, cache, ids).tolist() == expected.tolist()
+        assert cache.put_into(store, ids) == 48  # the second chunk is there, the third anew
+        cache.reset()
+        assert cache.restore_from(store, ids) == 48
+        assert talk(model, cache, ids).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize(

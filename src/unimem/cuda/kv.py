@@ -519,14 +519,14 @@ class KVCache(KVDevice):
             yield host.as_array("uint8", nbytes)
 
     def _copy_chunk(
-        self, first: int, lanes: Sequence[npt.NDArray[np.uint8]], *, to_device: bool
+        self, row: int, lanes: Sequence[npt.NDArray[np.uint8]], *, to_device: bool
     ) -> None:
-        """Copy tokens between the rows from a position on, and pinned memory; wait for it.
+        """Copy tokens between the rows from one on, and pinned memory; wait for it.
 
         `lanes` are K and V of each layer, ``[tokens, bytes of all heads]``.
         """
         queue, n_lanes = self._current_stream(), self._lanes_per_stream
-        row_bytes, row = self.row_bytes // n_lanes, self.row_of(first)
+        row_bytes = self.row_bytes // n_lanes
         for number, rows in enumerate(lanes):
             part: Literal["k", "v"] = "v" if number % 2 else "k"
             for head in range(n_lanes):

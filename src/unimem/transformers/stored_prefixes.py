@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from unimem.errors import CapacityError, ClosedError
+from unimem.kv.store.copy_rows import AsRing
 from unimem.kv.store.store import KVStore
 from unimem.system import policy
 from unimem.transformers.layers import Group, Prompt
@@ -54,7 +55,7 @@ def put(groups: Sequence[Group], store: KVStore, ids: Ids, model: str) -> int:
     `ids` is ``[n]``, of one stream, and `model` its `model_name`.
     """
     kept = [
-        0 if group.kv is None else store.put(group.kv, ids, model=_name(model, group))
+        0 if group.kv is None else store.put(_holder(group), ids, model=_name(model, group))
         for group in groups
     ]
     return min(kept)
@@ -84,15 +85,21 @@ def restore(groups: Sequence[Group], store: KVStore, ids: Ids, model: str) -> in
         group.make_room(n)
     while n != found:  # a window has only the rows before some ends, and a chunk may be damaged
         found = n
-        caches = [(group.require(), _name(model, group)) for group in groups]
+        caches = [(_holder(group), _name(model, group)) for group in groups]
         n = min(store.longest(ids[:n], model=name, kv=kv) for kv, name in caches)
         if n == found:
-            for kv, _ in caches:
-                kv.clear()
+            for group in groups:
+                group.require().clear()
             n = min(store.restore_into(kv, ids[:n], model=name) for kv, name in caches)
     for group in groups:
         group.adopt(group.require())
     return n
+
+
+def _holder(group: Group) -> Any:
+    """Return the cache as a store takes it, for the same chunks in either memory."""
+    kv: Any = group.require()
+    return kv if group.window is None or group.ring else AsRing(kv, group.window)
 
 
 def _name(model: str, group: Group) -> str:

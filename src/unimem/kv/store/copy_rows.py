@@ -22,7 +22,15 @@ from unimem.kv.paged import Sequence
 from unimem.kv.store.chunk import EqualLayers, Kind, LayerRows, MixedLayers
 from unimem.kv.types import kv_pair
 
-Holder = KVCache | KVDevice | Sequence
+
+class AsRing(NamedTuple):
+    """A device's cache whose layers attend to a window: its chunks are those of a ring."""
+
+    kv: KVDevice
+    window: int
+
+
+Holder = KVCache | KVDevice | AsRing | Sequence
 Lanes = list[NDArray[np.uint8]]
 
 
@@ -75,6 +83,8 @@ def rows_of(kv: Holder) -> Rows:
         return _CacheRows(kv._body)
     if isinstance(kv, KVDevice):
         return _DeviceRows(kv)
+    if isinstance(kv, AsRing):
+        return _DeviceRows(*kv)
     if isinstance(kv, Sequence):
         return _SequenceRows(kv)
     raise TypeError(f"kv: expected a KVCache or a Sequence of a PagedKVCache, got {kv!r:.60}")
@@ -109,7 +119,7 @@ class _CacheRows:
 
     _kv: OneKindCache | LayeredKVCache
 
-    def __init__(self, kv: Any) -> None:
+    def __init__(self, kv: Any, window: int | None = None) -> None:
         if kv.batch != 1:
             raise ValueError(f"kv: expected a cache of one stream, got one of batch={kv.batch}")
         self._kv = kv
@@ -128,13 +138,15 @@ class _CacheRows:
                     group += _lanes_of(of_kind[place.kind], place.number)
         else:
             dims, types = (kv.n_kv_heads, kv.head_dim), (kv.dtype, kv.v_dtype)
-            if kv.window is None:
+            window = window or kv.window
+            if window is None:
                 self.kind = EqualLayers(kv.n_layers, *dims, *types, rotation, kv.v_head_dim)
             else:
-                layer = LayerRows(*dims, *types, kv.window, v_head_dim=kv.v_head_dim)
+                layer = LayerRows(*dims, *types, window, v_head_dim=kv.v_head_dim)
                 self.kind = MixedLayers((layer,) * kv.n_layers, rotation)
             self._parts = (kv,)
             self._lanes = [[lane for i in range(kv.n_layers) for lane in _lanes_of(kv, i)]]
+        self._windows = [window or part.window for part in self._parts]
 
     def check_tokens(self, ids: NDArray[np.int32]) -> None:
         pass  # a cache knows no ids
@@ -144,8 +156,10 @@ class _CacheRows:
         kv.crop(kv.seq_len)  # drops nothing, and refuses reserved rows and unequal layers
         if isinstance(kv, LayeredKVCache):
             dropped = kv._first
+        elif self._windows == [None]:
+            dropped = kv.next_position - kv.seq_len
         else:  # a ring drops tokens all the time, and has those that count
-            dropped = kv._first_kept() if kv.window else kv.next_position - kv.seq_len
+            dropped = kv._first_kept() if kv.window else 0
         if dropped:
             raise ValueError(
                 f"kv: expected a cache that holds its first tokens, got one in which {dropped} "
@@ -182,8 +196,8 @@ class _CacheRows:
 
     def begin(self, n: int) -> None:
         self._kv.clear()
-        for part in self._parts:
-            part._begin_restore(n, min(n, part.window or n))
+        for part, window in zip(self._parts, self._windows, strict=True):
+            part._begin_restore(n, min(n, window or n))
 
     def write(self, group: int, first: int, lanes: Lanes) -> bool:
         for lane, given in zip(self._lanes[group], lanes, strict=True):
@@ -196,8 +210,8 @@ class _CacheRows:
         if n == 0:
             self._kv.clear()
             return
-        for part in self._parts:
-            part._finish_restore(n, min(n, part.window or n))
+        for part, window in zip(self._parts, self._windows, strict=True):
+            part._finish_restore(n, min(n, window or n))
         if isinstance(self._kv, LayeredKVCache):
             self._kv._finish_restore(n, n)
 
@@ -214,13 +228,21 @@ class _DeviceRows(_CacheRows):
     _kv: Any
 
     def first_held(self, group: int) -> int:
-        return 0
+        first: int = self._kv.next_position - self._kv.seq_len
+        return first
 
     def read(self, group: int, first: int, lanes: Lanes) -> None:
-        self._kv._while_held(lambda: self._kv._copy_chunk(first, lanes, to_device=False))
+        kv = self._kv
+        kv._while_held(lambda: kv._copy_chunk(kv.row_of(first), lanes, to_device=False))
+
+    def begin(self, n: int) -> None:
+        super().begin(n)
+        self._first = 0 if self._windows == [None] else n
 
     def write(self, group: int, first: int, lanes: Lanes) -> bool:
-        self._kv._copy_chunk(first, lanes, to_device=True)
+        # The first token of a window has row 0. After a damaged chunk there is an earlier one.
+        self._first = min(self._first, first)
+        self._kv._copy_chunk(first - self._first, lanes, to_device=True)
         return True
 
     def memory(self, nbytes: int) -> AbstractContextManager[NDArray[np.uint8]]:
