@@ -228,7 +228,7 @@ class Machine(RuleBasedStateMachine):
         if ids:
             self.use(ids)
         if len(wanted | others) > self.n_slots:
-            with pytest.raises(BufferError):
+            with pytest.raises(BufferError, match="keep too many slots: try again when they let"):
                 self.holders[holder].ensure(ids)
             self.known &= len(wanted) == 1  # else some are being read
             return

@@ -486,6 +486,9 @@ cdef class Pieces:
                           f"{err.offset} cannot be read: {why}", path)
         if status == um.UM_E_STATE:
             raise ClosedError(f"{subject}: {err.what.decode()}")
+        if status == um.UM_E_BUSY:
+            raise BufferError(f"{subject}: {err.what.decode()}: try again when they let pieces go, "
+                              "or give a larger budget")
         raise_status(status, err, subject, CapacityError, "slots")
 
 

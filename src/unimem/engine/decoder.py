@@ -757,9 +757,11 @@ class Decoder:
             No tokens, or a token that the model does not have. Nothing was computed.
         CacheFull
             There is no room for all of them. Nothing was computed.
-
         OSError
             Streamed weights cannot be read, or their file was written to. Nothing was computed.
+        BufferError
+            Other decoders over the same streamed weights hold too many of them at this moment: try
+            again, or give a larger budget. Nothing was computed.
 
         Notes
         -----
@@ -796,7 +798,7 @@ class Decoder:
             No tokens, or a token that the model does not have. The conversation is as before.
         CacheFull
             They are more than the context. The conversation is as before.
-        OSError
+        OSError, BufferError
             As for `prefill`. The conversation ends with the tokens that stay.
         """
         self._check_open()
@@ -854,6 +856,8 @@ class Decoder:
         OSError
             Streamed weights cannot be read, or their file was written to. The token does not count;
             prefill it to go on.
+        BufferError
+            As for `prefill`. The token does not count.
         """
         return self._forward.next_token(temperature, top_k, top_p, seed)
 
