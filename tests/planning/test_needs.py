@@ -297,6 +297,7 @@ NOTHING_KNOWN: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.usefixtures("host_gpu")
 @pytest.mark.parametrize(("arch", "keys"), NOTHING_KNOWN)
 def test_unknown_needs_are_named_without_a_figure(
     tmp_path: Path, arch: str, keys: dict[str, Any]
@@ -310,6 +311,8 @@ def test_unknown_needs_are_named_without_a_figure(
     weights = sum(nbytes for name, nbytes in rows(plan).items() if name.startswith("weights"))
     assert weights == in_pages(path.stat().st_size)
     assert um.plan(path, ctx=77).ctx == 77
+    there = um.plan(path, device="cuda:0")
+    assert (there.ctx, there.max_ctx, there.history_bytes) == (None, None, 0)
     assert plan.to_dict()["facts"]["architecture"] == arch
     with pytest.raises(ValueError, match=r"."):
         um.Layout.for_model(path)

@@ -158,3 +158,26 @@ def test_what_others_have_read_counts_only_now(answers: Answers) -> None:
     assert plan.spilled_now_bytes == plan.spilled_bytes == 0
     assert "this moment, all of the file stays" in str(plan)
     assert um.plan(embedded_model(), process=True).spilled_now_bytes is None
+
+
+@pytest.mark.usefixtures("available")
+def test_this_process_makes_room_for_the_planned_one(
+    answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers(json.dumps(MEASURED._asdict()))
+    monkeypatch.setattr("unimem.planning.plan.own_bytes", lambda: 5 * MIB)
+    model = um.ModelDims(64, 172, 8, 4, 8, 512, 5, 512)
+    here, later = (um.plan(model, process=process).checks[0] for process in (False, True))
+    assert later.available_bytes - here.available_bytes == 5 * MIB
+
+
+def test_a_process_is_counted_on_its_node(answers: Answers) -> None:
+    answers(json.dumps(MEASURED._asdict()))
+    machine = {"memory": "8G", "cpus": 2, "nodes": 2}
+    here, later = (
+        um.plan(embedded_model(), machine=machine, process=process) for process in (False, True)
+    )
+    assert here.spread is not None
+    assert later.spread is not None
+    alone = [plan.spread.nodes[1].alone_bytes or 0 for plan in (here, later) if plan.spread]
+    assert alone[1] - alone[0] == later.process_bytes > 0

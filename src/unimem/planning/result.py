@@ -472,7 +472,7 @@ def _per_second(reading: Reading | None) -> str:
     rate = None if reading is None else reading.tokens_per_second
     if rate is None:
         return ""
-    return f"{rate:,.0f} tokens/s" if rate >= 10 else f"{rate:.2g} tokens/s"
+    return f"{rate:,.0f} tokens/s" if rate >= 9.95 else f"{rate:.2g} tokens/s"
 
 
 def _facts(plan: Plan, path: str) -> dict[str, str]:
