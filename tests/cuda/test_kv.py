@@ -37,15 +37,16 @@ STREAM = 1234
 
 
 TWINS = [
-    *(("f32", 1, "token"), ("f16", 2, "token"), ("bf16", 1, "head")),
-    *(("q8_0", 1, "token"), ("q8_0", 2, "head")),
+    *(("f32", 1, "token", DIM), ("f16", 2, "token", 12), ("bf16", 1, "head", DIM)),
+    *(("bf16", 1, "head", 40), ("q8_0", 1, "token", DIM), ("q8_0", 2, "head", DIM)),
+    *(("q8_0", 1, "token", 96), ("q8_0", 2, "head", 64)),
 ]
 
 
 @pytest.fixture(params=TWINS, ids=str)
 def twins(request: pytest.FixtureRequest, cuda: Any) -> Iterator[Twins]:
-    dtype, batch, order = request.param
-    with Twins(batch=batch, dtype=dtype, order=order) as twins:
+    dtype, batch, order, v_dim = request.param
+    with Twins(batch=batch, dtype=dtype, order=order, v_head_dim=v_dim) as twins:
         yield twins
 
 
@@ -56,13 +57,12 @@ class TwinMachine(RuleBasedStateMachine):
         batch=st.sampled_from([1, 2]),
         dtype=st.sampled_from(KV_DTYPES),
         order=st.sampled_from(["token", "head"]),
+        v_head_dim=st.sampled_from([DIM, 0, 96]),
         rows=st.sampled_from([1, 7, ROWS, 100]),
     )
-    def make(self, batch: int, dtype: str, order: str, rows: int) -> None:
-        row_bytes = HEADS * DIM // 32 * {"f32": 128, "q8_0": 34}.get(dtype, 64)
-        lane_bytes = -(-rows * row_bytes // 64) * 64
-        budget = LAYERS * 2 * batch * lane_bytes
-        self.twins = Twins(batch=batch, dtype=dtype, order=order, budget_bytes=budget)
+    def make(self, rows: int, **options: Any) -> None:
+        budget = um.KVCache.storage_bytes(LAYERS, HEADS, DIM, rows, **options)
+        self.twins = Twins(budget_bytes=budget, **options)
         self.views: list[Any] = []
 
     def teardown(self) -> None:
@@ -86,21 +86,24 @@ class TwinMachine(RuleBasedStateMachine):
 
     @rule(dtype=st.sampled_from(GIVEN_DTYPES))
     def append_all(self, dtype: str) -> None:
-        shape = (LAYERS, HEADS, DIM)
-        self.twins.do("append_all", *(given(self.twins.rng, shape, dtype) for _ in "kv"))
+        # One token of all layers: there are as many layers as heads.
+        self.twins.do("append_all", *self.twins.tokens(LAYERS, dtype, token_major=True))
 
     @rule(n=st.integers(0, 3), wrong=st.sampled_from([0, 0, 1]))
     def reserve(self, n: int, wrong: int) -> None:
         error, row = self.twins.do("reserve", n)
         if error is None:
             apart = HEADS if self.twins.host.order == "head" else 1
-            n_lanes, row_bytes = self.twins.batch * apart, self.twins.host.row_bytes // apart
-            for layer, part, number in itertools.product(range(LAYERS), "kv", range(n_lanes)):
-                rows = self.twins.rng.integers(0, 99, n * row_bytes, np.uint8)
-                for cache in (self.twins.host, self.twins.cuda):
-                    k, v = cache.address(layer, "k"), cache.address(layer, "v")
-                    lane = (v - k) // n_lanes
-                    at = (v if part == "v" else k) + number * lane + row * row_bytes
+            n_lanes, there = self.twins.batch * apart, self.twins.cuda
+            parts: list[tuple[Any, int, int]] = [("k", there.row_bytes, there.lane_stride)]
+            if there.v_head_dim:
+                parts.append(("v", there.v_row_bytes, there.v_lane_stride))
+            for layer, (part, nbytes, lane), number in itertools.product(
+                range(LAYERS), parts, range(n_lanes)
+            ):
+                rows = self.twins.rng.integers(0, 99, n * nbytes // apart, np.uint8)
+                for cache in (self.twins.host, there):
+                    at = cache.address(layer, part) + number * lane + row * nbytes // apart
                     memory(at, len(rows))[:] = rows
             self.twins.do("commit", n + wrong)
 
@@ -180,32 +183,33 @@ def test_the_same_is_refused_in_the_same_words(twins: Twins, tmp_path: Path) -> 
 
 
 def lane(kv: Any, layer: int, part: str, row: int = 0) -> int:
-    return int(kv.address(layer, part) + row * kv.row_bytes)
+    return int(kv.address(layer, part) + row * (kv.row_bytes if part == "k" else kv.v_row_bytes))
 
 
+@pytest.mark.parametrize("v_dim", [1 << 16, 64])
 @pytest.mark.parametrize("dtype", KV_DTYPES)
 def test_many_tokens_of_its_type_are_two_copies(
-    cuda: Any, host_gpu: HostDriver, dtype: str
+    cuda: Any, host_gpu: HostDriver, dtype: str, v_dim: int
 ) -> None:
-    dim = 1 << 16  # more bytes than one launch copies
-    tokens = stored(given(np.random.default_rng(0), (2, 3, HEADS, dim), "float32"), dtype)
-    one = tokens[:, :1].swapaxes(1, 2)[:, None]  # [1, heads, 1, dim]
-    with cuda.KVCache(LAYERS, HEADS, dim, ROWS, dtype=dtype) as kv:
+    dim, rng = 1 << 16, np.random.default_rng(0)  # more bytes than one launch copies
+    tokens = [stored(given(rng, (3, HEADS, size), "float32"), dtype) for size in (dim, v_dim)]
+    one = [part[:1].swapaxes(0, 1)[None] for part in tokens]  # [1, heads, 1, dim]
+    with cuda.KVCache(LAYERS, HEADS, dim, ROWS, dtype=dtype, v_head_dim=v_dim) as kv:
         k, v = map(array_of, tokens)
         host_gpu.calls.clear()
         kv.append(1, k, v, stream=STREAM)
         kv.append(1, *map(array_of, one))
         kv.append(1, k[:0], v[:0])
-        row = kv.row_bytes
+        row, v_row = kv.row_bytes, kv.v_row_bytes
         copies = [call for call in host_gpu.calls if call[0] == "copy"]
         assert copies == host_gpu.calls
         assert copies[:2] == [
             ("copy", lane(kv, 1, "k"), k.data.ptr, 3 * row, STREAM),
-            ("copy", lane(kv, 1, "v"), v.data.ptr, 3 * row, STREAM),
+            ("copy", lane(kv, 1, "v"), v.data.ptr, 3 * v_row, STREAM),
         ]
         assert [(call[1], call[3], call[4]) for call in copies[2:]] == [
             (lane(kv, 1, "k", 3), row, 0),
-            (lane(kv, 1, "v", 3), row, 0),
+            (lane(kv, 1, "v", 3), v_row, 0),
         ]
         for part, there in zip(tokens, kv.layer(1), strict=True):
             assert same_bits(numpy_of(there), np.concatenate([part, part[:1]]).swapaxes(0, 1)[None])
@@ -220,11 +224,15 @@ LAYOUTS: dict[str, Callable[[Array], Array]] = {
 }
 
 
-def in_type(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> list[Array]:
-    """K and V of these dimensions, as numbers or as blocks of q8_0."""
-    return [stored(given(rng, shape, "float32"), SHORT.get(dtype, dtype)) for _ in "kv"]
+def in_type(
+    rng: np.random.Generator, shape: tuple[int, ...], dtype: str, v_dim: int
+) -> list[Array]:
+    """K and V of these dimensions and sizes of heads, as numbers or as blocks of q8_0."""
+    made = [given(rng, (*shape, dim), "float32") for dim in (DIM, v_dim)]
+    return [stored(part, SHORT.get(dtype, dtype)) for part in made]
 
 
+@pytest.mark.parametrize("v_dim", [DIM, 96])
 @pytest.mark.parametrize(
     ("batch", "dtype", "given_dtype", "order"),
     [
@@ -236,12 +244,18 @@ def in_type(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> lis
     ],
 )
 def test_all_else_is_one_launch(
-    cuda: Any, host_gpu: HostDriver, batch: int, dtype: str, given_dtype: str, order: str
+    cuda: Any,
+    host_gpu: HostDriver,
+    batch: int,
+    dtype: str,
+    given_dtype: str,
+    order: str,
+    v_dim: int,
 ) -> None:
     rng = np.random.default_rng(1)
-    made: dict[str, Any] = {"batch": batch, "dtype": dtype, "order": order}
+    made: dict[str, Any] = {"batch": batch, "dtype": dtype, "order": order, "v_head_dim": v_dim}
     for k_layout, v_layout in itertools.product(LAYOUTS.values(), repeat=2):
-        k, v = in_type(rng, (batch, HEADS, 3, DIM), given_dtype)
+        k, v = in_type(rng, (batch, HEADS, 3), given_dtype, v_dim)
         k, v = k_layout(k), v_layout(v)
         with cuda.KVCache(LAYERS, HEADS, DIM, ROWS, **made) as kv:
             for layer in (0, 1, 0):
@@ -272,16 +286,18 @@ def test_when_one_has_gaps_neither_is_a_plain_copy(host_gpu: HostDriver, strided
         twins.check()
 
 
+@pytest.mark.parametrize("v_dim", [DIM, 96])
 @pytest.mark.parametrize("order", ["token", "head"])
 @pytest.mark.parametrize("dtype", KV_DTYPES)
 def test_a_token_of_all_layers_is_one_launch(
-    cuda: Any, host_gpu: HostDriver, dtype: str, order: str
+    cuda: Any, host_gpu: HostDriver, dtype: str, order: str, v_dim: int
 ) -> None:
+    made: dict[str, Any] = {"dtype": dtype, "v_head_dim": v_dim}
     for given_dtype in GIVEN_DTYPES if dtype != "q8_0" else (*GIVEN_DTYPES, "q8_0"):
-        k, v = in_type(np.random.default_rng(2), (3, HEADS, DIM), given_dtype)
+        k, v = in_type(np.random.default_rng(2), (3, HEADS), given_dtype, v_dim)
         with (
-            cuda.KVCache(3, HEADS, DIM, ROWS, dtype=dtype, order=order) as kv,
-            um.KVCache(3, HEADS, DIM, ROWS, dtype=dtype) as expected,
+            cuda.KVCache(3, HEADS, DIM, ROWS, order=order, **made) as kv,
+            um.KVCache(3, HEADS, DIM, ROWS, **made) as expected,
         ):
             for _ in range(2):
                 host_gpu.calls.clear()
@@ -295,10 +311,10 @@ def test_a_token_of_all_layers_is_one_launch(
 
 
 def test_conversion_into_arrays_that_are_there(host_gpu: HostDriver) -> None:
-    with Twins(batch=2, dtype="bf16") as twins:
+    with Twins(batch=2, dtype="bf16", v_head_dim=12) as twins:
         twins.append(4)
         twins.do("trim_to", 3)
-        out = tuple(np.zeros((2, HEADS, 3, DIM), "float16") for _ in "kv")
+        out = tuple(np.zeros((2, HEADS, 3, dim), "float16") for dim in (DIM, 12))
         arrays = tuple(map(array_of, out))
         host_gpu.calls.clear()
         found = twins.cuda.layer(1, "float16", arrays, stream=STREAM)
@@ -533,6 +549,21 @@ def test_snapshots_go_from_one_device_to_the_other(
                 there.verify()
 
 
+@pytest.mark.parametrize("order", ["token", "head"])
+def test_a_cache_without_values(cuda: Any, tmp_path: Path, order: Any) -> None:
+    with Twins(v_head_dim=0, order=order) as twins:
+        twins.append(3)
+        assert twins.cuda.capacity_bytes == twins.cuda.storage_bytes(
+            LAYERS, HEADS, DIM, ROWS, v_head_dim=0, order=order
+        )
+        twins.cuda.save(tmp_path / "session")
+        with cuda.KVCache.restore(tmp_path / "session") as there, twins.cuda.copy() as copied:
+            for cache in (there, copied):
+                k, v = cache.layer(1, "float32")
+                assert v.shape == (1, HEADS, 3, 0)
+                assert same_bits(numpy_of(k), twins.host.layer(1, "float32")[0])
+
+
 def test_an_empty_cache_is_saved_and_copied(cuda: Any, tmp_path: Path) -> None:
     budget = 2 * 5 * HEADS * DIM * 2
     with cuda.KVCache(1, HEADS, DIM, ROWS, budget_bytes=budget, name="one", pinned=True) as kv:
@@ -554,17 +585,15 @@ def test_unusable_snapshots_are_refused(cuda: Any, host_gpu: HostDriver, tmp_pat
     layered, damaged = tmp_path / "layered", tmp_path / "damaged"
     with um.KVCache(layers=[um.LayerKV(HEADS, DIM)], max_seq_len=ROWS) as kv:
         kv.save(layered)
-    narrow, rotated = tmp_path / "narrow", tmp_path / "rotated"
-    for where, options in ((narrow, {"v_head_dim": 0}), (rotated, {"rotate": True})):
-        with um.KVCache(1, HEADS, 64, ROWS, **options) as kv:
-            kv.save(where)
+    rotated = tmp_path / "rotated"
+    with um.KVCache(1, HEADS, 64, ROWS, rotate=True) as kv:
+        kv.save(rotated)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     damaged.write_bytes(data)
     refused: list[tuple[Path, dict[str, Any], type[Exception], str]] = [
         (ring, {}, NotImplementedError, "restore of a ring is not supported on a GPU"),
         (layered, {}, NotImplementedError, "layers that differ is not supported on a GPU"),
-        (narrow, {}, NotImplementedError, "heads of 64 and 0 is not supported on a GPU"),
         (rotated, {}, NotImplementedError, "rotated heads is not supported on a GPU"),
         (path, {"mode": "map"}, NotImplementedError, "use|mode='copy'"),
         (path, {"mode": "read"}, ValueError, "expected 'copy', got 'read'"),

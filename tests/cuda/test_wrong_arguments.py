@@ -48,7 +48,7 @@ Block: t.cuda.Block(nbytes=4096, name='b', category='other', **DEVICE)
 DecodeBuffers: t.cuda.DecodeBuffers(dims=DIMS, tape=None, dtype='f16', name='b', **DEVICE)
 Grid: t.cuda.Grid(cell_bytes=64, n_cells=2, name='g', **DEVICE)
 KVCache: t.cuda.KVCache(n_layers=1, n_kv_heads=2, head_dim=8, max_seq_len=8, batch=1, dtype='f16',
-    budget_bytes=None, tape=None, arrays='cupy', name='k', **DEVICE)
+    v_head_dim=8, budget_bytes=None, tape=None, arrays='cupy', name='k', **DEVICE)
 KVCache.append: t.kv().append(layer=0, k=rows(1, 2, 8), v=rows(1, 2, 8))
 KVCache.append_all: t.kv().append_all(k=rows(2, 2, 8), v=rows(2, 2, 8))
 KVCache.crop: t.kv().crop(n=1)

@@ -71,6 +71,8 @@ WAYS: dict[str, dict[str, Any]] = {
         ("gemma", {"grow": False}, "beams"),
         ("moe", {"budget_bytes": 1 << 20}, "greedy"),
         ("chunks", {}, "greedy"),
+        *(("latent", {}, way) for way in WAYS),
+        ("latent", {"max_seq_len": 40}, "greedy"),
     ],
 )
 def test_generate_gives_the_tokens_of_a_dynamic_cache(
@@ -142,7 +144,7 @@ def test_an_interrupted_pass_is_rolled_back() -> None:
         assert {layer.get_seq_length() for layer in cache.layers} == {4}
 
 
-@pytest.mark.parametrize(("kind", "n"), [("llama", N), ("gemma", 4), ("gemma", N)])
+@pytest.mark.parametrize(("kind", "n"), [("llama", N), ("gemma", 4), ("gemma", N), ("latent", N)])
 @pytest.mark.parametrize("there_first", [True, False])
 def test_sessions_go_on_in_the_other_memory(
     there_first: bool, kind: str, n: int, tmp_path: Path
@@ -180,7 +182,7 @@ def test_a_session_of_a_ring_goes_back_as_far_as_its_window(tmp_path: Path) -> N
         assert again.layers[0].keys is None
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma", "mistral"])
+@pytest.mark.parametrize("kind", ["llama", "gemma", "mistral", "latent"])
 @pytest.mark.parametrize("there_first", [True, False])
 def test_prefixes_go_on_in_the_other_memory_through_pinned_memory(
     gpu: HostDriver, there_first: bool, kind: str, store: um.KVStore
@@ -247,7 +249,10 @@ def test_a_damaged_chunk_of_a_window_is_a_miss_on_a_device(store: um.KVStore) ->
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("llama", {}), ("gemma", {"max_seq_len": 64}), ("llama", {"dtype": "f16", "max_seq_len": 64})],
+    [
+        *(("llama", {}), ("gemma", {"max_seq_len": 64}), ("latent", {"max_seq_len": 64})),
+        ("llama", {"dtype": "f16", "max_seq_len": 64}),
+    ],
 )
 def test_compiled_steps_give_the_tokens_of_plain_ones(kind: str, options: dict[str, Any]) -> None:
     model = tiny.model(kind)
@@ -272,17 +277,20 @@ def test_the_operators_are_those_of_cuda(name: str) -> None:
 
 
 @pytest.mark.parametrize("call", [torch.ops.unimem.append_at, operator.on_device])
-@pytest.mark.parametrize(("stored", "given"), [("float16", "float32"), ("bfloat16", "bfloat16")])
+@pytest.mark.parametrize(
+    ("stored", "given", "v_dim"),
+    [("float16", "float32", 32), ("bfloat16", "bfloat16", 32), ("float16", "bfloat16", 24)],
+)
 def test_tokens_are_written_at_the_row_that_a_tensor_has(
-    cuda: Any, call: Any, stored: str, given: str
+    cuda: Any, call: Any, stored: str, given: str, v_dim: int
 ) -> None:
-    empty = torch.zeros(2, 2, 6, 32)
-    with cuda.KVCache(1, 2, 32, 6, batch=2, dtype=stored, order="head", arrays="torch") as kv:
-        kv.append(0, empty, empty)
+    empty, options = torch.zeros(2, 2, 6, 32), {"batch": 2, "order": "head", "arrays": "torch"}
+    with cuda.KVCache(1, 2, 32, 6, dtype=stored, v_head_dim=v_dim, **options) as kv:
+        kv.append(0, empty, empty[..., :v_dim])
         rows, expected = kv.layer(0), [part.clone() for part in kv.layer(0)]
         for at in (-1, 0, 2, 5, 9, -7):
             k, v = torch.randn(2, 2, 2, 2, 32).to(getattr(torch, given))
-            v = v.transpose(1, 2).contiguous().transpose(1, 2)  # as models give it
+            v = v[..., :v_dim].transpose(1, 2).contiguous().transpose(1, 2)  # as models give it
             call(*rows, k, v, torch.tensor([at], dtype=torch.int32))
             for i in range(max(0, -at), min(2, 6 - at)):
                 for part, states in zip(expected, (k, v), strict=True):
@@ -295,7 +303,7 @@ def test_tokens_are_written_at_the_row_that_a_tensor_has(
                 TypeError,
                 "row: expected one int32 on cpu, got torch",
             ),
-            ((*rows, k, v[:, :, :1], row), ValueError, "append_at: expected tokens of shape"),
+            ((*rows, k, v[:, :, :1], row), ValueError, "append_at: expected tokens of shapes"),
             ((rows[0], rows[1][:, :, :3], k, v, row), ValueError, "rows that lie alike"),
             ((*rows, k, v.double(), row), TypeError, "append_at: expected float32, float16"),
         ]
@@ -321,12 +329,6 @@ def test_what_a_device_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     for options, error, text in refused:
         with pytest.raises(error, match=text), KVCache.for_model(model, **options) as cache:
             cache.layers[0].update(*states)
-    narrow = states[0], states[1][..., :4]
-    with (
-        KVCache.for_model(model) as cache,
-        pytest.raises(NotImplementedError, match="of K and V of one size on a GPU"),
-    ):
-        cache.layers[0].update(*narrow)
     with pytest.raises(NotImplementedError, match="device: expected None for deepseek_v32"):
         KVCache(transformers.DeepseekV32Config(num_hidden_layers=2), device=0)
     monkeypatch.setattr(on_device, "device_of", lambda _: None)

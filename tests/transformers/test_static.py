@@ -50,7 +50,7 @@ def talk(model: Any, cache: Any, ids: Any, n: int = 12, **options: Any) -> Any:
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
 @pytest.mark.parametrize("attention", ["eager", "unimem"])
-@pytest.mark.parametrize("kind", ["llama", "gemma"])
+@pytest.mark.parametrize("kind", ["llama", "gemma", "latent"])
 def test_generate_gives_the_tokens_of_a_dynamic_cache(
     kind: str, attention: str, options: dict[str, Any]
 ) -> None:
@@ -67,7 +67,7 @@ def test_generate_gives_the_tokens_of_a_dynamic_cache(
     assert torch.equal(more, talk(model, dynamic, expected, 4, **options))
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma"])
+@pytest.mark.parametrize("kind", ["llama", "gemma", "latent"])
 def test_all_compiled_steps_are_one_graph_that_asks_no_host(kind: str) -> None:
     model, ids = tiny.model(kind), tiny.prompts(2, N)
     expected = talk(model, transformers.DynamicCache(config=model.config), ids)
@@ -116,7 +116,7 @@ def test_tokens_without_room_are_refused_or_told_later() -> None:
         assert cache.get_seq_length() == 0
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma"])
+@pytest.mark.parametrize("kind", ["llama", "gemma", "latent"])
 def test_sessions_go_on_with_fixed_shapes(kind: str, tmp_path: Path) -> None:
     model, path = tiny.model(kind), tmp_path / "chat.kv"
     with KVCache.for_model(model, device=None) as cache:

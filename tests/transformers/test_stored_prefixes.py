@@ -15,6 +15,7 @@ pytest.importorskip("transformers.cache_utils", reason="the extra transformers")
 import torch
 
 import unimem as um
+from support.models import architectures
 from support.models import tiny_transformers as tiny
 from support.models.architectures import CACHE
 from unimem.transformers import KVCache
@@ -47,6 +48,26 @@ def model_of(kind: str, dtype: str) -> Any:
         return tiny.model(kind, dtype)
     with patch.dict(tiny.CONFIGS["gemma"][1], sliding_window=64):
         return tiny.model.__wrapped__(kind, dtype)
+
+
+# Latents (MLA), one head for all queries, and heads of another size in layers of full attention.
+HEADS = "deepseek_v2 deepseek_v3 longcat_flash minicpm3 youtu falcon gemma3n_text gemma4_text"
+
+
+@pytest.mark.parametrize("name", HEADS.split())
+def test_tokens_are_found_whatever_heads_a_model_keeps(name: str, store: um.KVStore) -> None:
+    model, ids = architectures.model(name), tiny.prompts(1, N)
+    with KVCache.for_model(model) as cache:
+        assert cache.restore_from(store, ids, put=True) == 0
+        expected = talk(model, cache, ids)
+        assert cache.put_into(store, ids) == 32
+    compiled = architectures.model(name)
+    compiled.forward = torch.compile(compiled.forward, backend="aot_eager")
+    for again in (model, compiled):
+        with KVCache.for_model(again) as cache:
+            assert cache.restore_from(store, ids) == 32
+            if again is model:
+                assert torch.equal(talk(model, cache, ids), expected)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma"])

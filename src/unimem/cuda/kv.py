@@ -24,6 +24,8 @@ from unimem.kv.layer_specs import LayerState
 from unimem.kv.types import block_values, kv_type
 from unimem.system.placement import PlacementOptions, check_placement
 
+_PARTS: tuple[Literal["k", "v"], Literal["k", "v"]] = ("k", "v")
+
 
 class KVCache(KVDevice):
     """K and V of all layers of one stream (optionally a batch), in memory of a GPU.
@@ -46,7 +48,7 @@ class KVCache(KVDevice):
 
     Parameters
     ----------
-    n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, order, budget_bytes
+    n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, v_head_dim, order, budget_bytes
         As for `unimem.KVCache`.
     window, spare_rows, grow, rotate, layers
         Not supported on a device.
@@ -107,6 +109,7 @@ class KVCache(KVDevice):
         *,
         batch: int = 1,
         dtype: npt.DTypeLike = "f16",
+        v_head_dim: int | None = None,
         order: Literal["token", "head"] = "token",
         window: int | None = None,
         spare_rows: int = 0,
@@ -139,7 +142,15 @@ class KVCache(KVDevice):
                 "'torch': torch.from_dlpack takes what layer(i, dtype='float16') returns"
             )
         dims = n_layers, n_kv_heads, head_dim, max_seq_len
-        spec = KVSpec(*dims, batch, dtype, order=order, budget_bytes=budget_bytes, name=name)
+        spec = KVSpec(
+            *dims,
+            batch,
+            dtype,
+            v_head_dim=v_head_dim,
+            order=order,
+            budget_bytes=budget_bytes,
+            name=name,
+        )
         nbytes = self._plan(spec)
         if tape is not None:
             if not isinstance(tape, Tape):
@@ -186,7 +197,8 @@ class KVCache(KVDevice):
         Parameters
         ----------
         k, v : cupy.ndarray, torch.Tensor, or an array on the device that has ``__dlpack__``
-            ``[n_layers, n_kv_heads, head_dim]``, float32, float16 or bfloat16, or blocks.
+            ``[n_layers, n_kv_heads, head_dim]``, of V `v_head_dim`, float32, float16 or bfloat16,
+            or blocks.
         stream : object, optional
             A CUDA stream; as for `append` by default.
 
@@ -254,10 +266,10 @@ class KVCache(KVDevice):
         Returns
         -------
         k, v : cupy.ndarray or torch.Tensor
-            As `arrays` says, ``[batch, n_kv_heads, n, head_dim]``, the n tokens that this layer
-            holds now. Views do not grow, and stay valid until their rows are written anew. Tensors
-            count as views of all rows. Views of a ``"q8_0"`` cache
-            are ``[batch, n_kv_heads, n, head_dim / 32]`` blocks with the fields ``d`` (float16) and
+            As `arrays` says, ``[batch, n_kv_heads, n, head_dim]``, of V `v_head_dim`, the n tokens
+            that this layer holds now. Views do not grow, and stay valid until their rows are
+            written anew. Tensors count as views of all rows. Views of a ``"q8_0"`` cache are
+            ``[batch, n_kv_heads, n, head_dim / 32]`` blocks with the fields ``d`` (float16) and
             ``qs`` (32 int8).
 
         Raises
@@ -290,7 +302,7 @@ class KVCache(KVDevice):
     ) -> tuple[Any, Any]:
         layer, row, n = self._span(i)
         wanted, kernel_type = self._wanted(dtype)
-        shape = (self.batch, self.n_kv_heads, n, self.head_dim)
+        shapes = [(self.batch, self.n_kv_heads, n, dim) for dim in (self.head_dim, self.v_head_dim)]
         driver = self._driver
         here = self._current_stream()
         queue = here if stream is None else driver.stream(stream)
@@ -299,20 +311,20 @@ class KVCache(KVDevice):
             if queue != here:
                 raise ValueError("out: expected together with a stream that is not the current one")
             make = driver.new_tensor if self.arrays == "torch" else driver.empty
-            out = make(shape, wanted), make(shape, wanted)
+            out = make(shapes[0], wanted), make(shapes[1], wanted)
             self._read(layer, row, n, out, kernel_type, queue)
             return out
         if not isinstance(out, Sequence):
             raise TypeError(f"out: expected two CuPy arrays, got {type(out).__name__}")
         if len(out) != 2:
             raise ValueError(f"out: expected two CuPy arrays, got {len(out)}")
-        for target in out:
+        for shape, target in zip(shapes, out, strict=True):
             if not driver.is_array(target):
                 raise TypeError(f"out: expected two CuPy arrays, got {type(target).__name__}")
             if target.shape != shape or target.dtype != wanted or not target.flags.c_contiguous:
                 raise ValueError(
-                    f"out: expected two C-contiguous arrays of shape {shape} and dtype {wanted}, "
-                    f"got {target.shape} and {target.dtype}"
+                    f"out: expected two C-contiguous arrays of shapes {shapes} and dtype "
+                    f"{wanted}, got {target.shape} and {target.dtype}"
                 )
         self._read(layer, row, n, out, kernel_type, queue)
         return out
@@ -321,30 +333,39 @@ class KVCache(KVDevice):
         self, layer: int, row: int, n: int, out: Sequence[Any], kernel_type: str, queue: int
     ) -> None:
         """Queue a kernel that converts rows into arrays, for K and for V."""
-        first_lane, lanes = self._lane(layer, "k", 0), self._lanes_per_stream
-        step = self.batch * lanes * self.lane_stride
-        strides = self.lane_stride, self.row_bytes // lanes
-        sizes = self.batch * lanes, self.n_kv_heads // lanes, n, self.head_dim
-        for lane, target in zip((first_lane, first_lane + step), out, strict=True):
+        lanes = self._lanes_per_stream
+        for part, target in zip(_PARTS, out, strict=True):
             to = target.data_ptr() if hasattr(target, "data_ptr") else target.data.ptr
+            sizes = self.batch * lanes, self.n_kv_heads // lanes, n, target.shape[3]
+            strides = self._lane_stride_of(part), self._row_bytes_of(part)
+            lane = self._lane(layer, part, 0)
             self._kernels.read(lane, to, kernel_type, sizes, *strides, row, queue)
 
     def _view(self, layer: int, v: bool, row: int, n: int) -> Any:
         address, owner = self._window(layer, v, row, n)
-        head_bytes, lanes = self.row_bytes // self.n_kv_heads, self._lanes_per_stream
-        row_bytes, dtype = self.row_bytes // lanes, self._dtype
+        row_bytes, lane_stride = self._row_bytes_of(_PARTS[v]), self._lane_stride_of(_PARTS[v])
+        lanes, dtype = self._lanes_per_stream, self._dtype
+        head_bytes = row_bytes * lanes // self.n_kv_heads
         if self.arrays == "torch" and dtype.names:
             dtype = np.dtype(np.uint8)  # torch has no blocks
         item = dtype.itemsize
-        nbytes = (self.batch * lanes - 1) * self.lane_stride + n * row_bytes
+        nbytes = (self.batch * lanes - 1) * lane_stride + n * row_bytes
         shape = self.batch, self.n_kv_heads, n, head_bytes // item
-        strides = lanes * self.lane_stride, self.lane_stride if lanes > 1 else head_bytes, row_bytes
+        strides = lanes * lane_stride, lane_stride if lanes > 1 else head_bytes, row_bytes
         memory = self._driver.memory(address, nbytes, owner)
         return self._driver.array(memory, 0, shape, dtype, (*strides, item))
 
     @property
     def _lanes_per_stream(self) -> int:
         return self.n_kv_heads if self.order == "head" else 1
+
+    def _row_bytes_of(self, part: Literal["k", "v"]) -> int:
+        """Return the bytes of a row of one lane."""
+        nbytes = self.row_bytes if part == "k" else self.v_row_bytes
+        return nbytes // self._lanes_per_stream
+
+    def _lane_stride_of(self, part: Literal["k", "v"]) -> int:
+        return self.lane_stride if part == "k" else self.v_lane_stride
 
     # ---- forgetting ----
 
@@ -393,6 +414,7 @@ class KVCache(KVDevice):
             self.max_seq_len,
             batch=self.batch,
             dtype=self.dtype,
+            v_head_dim=self.v_head_dim,
             budget_bytes=self.budget_bytes,
             name=self.name,
             **self._made_with,
@@ -402,7 +424,7 @@ class KVCache(KVDevice):
             other._begin_restore(position, n)
             stream = self._current_stream()
             for lane in self._lanes():
-                to, nbytes = other._lane(*lane), n * self.row_bytes // self._lanes_per_stream
+                to, nbytes = other._lane(*lane), n * self._row_bytes_of(lane[1])
                 self._driver.copy(to, self._first_address(*lane), nbytes, stream)
             other._finish_restore(position, n)
         except BaseException:
@@ -477,6 +499,7 @@ class KVCache(KVDevice):
                 there.max_seq_len,
                 batch=there.batch,
                 dtype=there.dtype,
+                v_head_dim=there.v_head_dim,
                 order=there.order,
                 arrays=arrays,
                 device=device,
@@ -497,12 +520,11 @@ class KVCache(KVDevice):
 
     def _first_address(self, layer: int, part: Literal["k", "v"], stream: int) -> int:
         """Return the address of the first token that all layers hold, in one lane."""
-        row_bytes = self.row_bytes // self._lanes_per_stream
-        return self._lane(layer, part, stream) + self._first_row() * row_bytes
+        return self._lane(layer, part, stream) + self._first_row() * self._row_bytes_of(part)
 
     def _rows(self, layer: int, part: Literal["k", "v"], stream: int) -> npt.NDArray[np.uint8]:
         """Copy the tokens of one lane to main memory."""
-        rows = _host_rows(self.seq_len * self.row_bytes // self._lanes_per_stream)
+        rows = _host_rows(self.seq_len * self._row_bytes_of(part))
         queue = self._current_stream()
         begin = self._first_address(layer, part, stream)
         self._driver.copy(rows.ctypes.data, begin, rows.nbytes, queue)
@@ -526,12 +548,12 @@ class KVCache(KVDevice):
         `lanes` are K and V of each layer, ``[tokens, bytes of all heads]``.
         """
         queue, n_lanes = self._current_stream(), self._lanes_per_stream
-        row_bytes = self.row_bytes // n_lanes
         for number, rows in enumerate(lanes):
-            part: Literal["k", "v"] = "v" if number % 2 else "k"
-            for head in range(n_lanes):
+            part = _PARTS[number % 2]
+            row_bytes = self._row_bytes_of(part)
+            for head in range(n_lanes if row_bytes else 0):
                 there = self._lane(number // 2, part, head) + row * row_bytes, row_bytes
-                here = rows.ctypes.data + head * row_bytes, self.row_bytes
+                here = rows.ctypes.data + head * row_bytes, n_lanes * row_bytes
                 ways = (*there, *here) if to_device else (*here, *there)
                 self._driver.copy_rows(*ways, (len(rows), row_bytes), queue)
         self._driver.synchronize(queue)
@@ -544,7 +566,7 @@ class KVCache(KVDevice):
         self, layer: int, part: Literal["k", "v"], stream: int, n: int, next_position: int
     ) -> npt.NDArray[np.uint8]:
         """Return main memory for the tokens of one lane, from which `_finish_restore` copies."""
-        rows = _host_rows(n * self.row_bytes // self._lanes_per_stream)
+        rows = _host_rows(n * self._row_bytes_of(part))
         self._arriving.append((self._lane(layer, part, stream), rows))
         return rows
 
@@ -567,13 +589,12 @@ def _check_restorable(there: snapshot.Snapshot | snapshot.LayersSnapshot) -> Non
         unsupported("ring", f"{this} a ring", instead)
     if there.rotate:
         unsupported("rotation", f"{this} rotated heads", instead)
-    if there.v_head_dim != there.head_dim:
-        sizes = f"{there.head_dim} and {there.v_head_dim}"
-        unsupported("layers that differ", f"{this} heads of {sizes}", instead)
     if there.v_dtype != there.dtype:
         unsupported("fewer bits", f"{this} {there.dtype} and {there.v_dtype}", instead)
 
 
 def _host_rows(nbytes: int) -> npt.NDArray[np.uint8]:
+    if nbytes == 0:  # there is no V
+        return np.empty(0, np.uint8)
     with HostBlock(nbytes, pages="4k", name="snapshot", category="staging") as block:
         return block.as_array("uint8", nbytes)

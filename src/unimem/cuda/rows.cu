@@ -165,11 +165,17 @@ struct Strides {
     i64 layer, stream, head, token, value;
 };
 
+// K or V: the given tokens, and the lanes that they go to. Strides are in bytes.
+struct Side {
+    u64 given, out;
+    i64 heads, dim;
+    Strides strides;
+    i64 layer_stride, lane_stride, row_bytes;
+};
+
 struct Append {
-    u64 k, v, k_out, v_out;
-    i64 layers, streams, heads, n, dim;
-    Strides k_strides, v_strides;
-    i64 out_layer_stride, out_lane_stride, row_bytes, row, n_rows;
+    Side k, v;
+    i64 layers, streams, n, row, n_rows;
     u64 row_address;
 };
 
@@ -178,32 +184,32 @@ struct Read {
     i64 streams, heads, n, dim, lane_stride, row_bytes, row;
 };
 
-// Writes tokens [layers, streams, heads, n, dim] at k, and at v unless it is 0, with strides in
-// bytes, to the rows `row`, `row + 1`, ... of their lanes. A lane is K or V of one stream of one
-// layer; a token is one row of it, with its heads beside each other. Unless row_address is 0, the
-// row is an int32 there, read when the kernel runs. Rows outside [0, n_rows) are not written.
+// Writes tokens [layers, streams, heads, n, dim] of K, and of V unless none are given (address 0),
+// to the rows `row`, `row + 1`, ... of their lanes. A lane is K or V of one stream of one layer; a
+// token is one row of it, with its heads beside each other. Unless row_address is 0, the row is an
+// int32 there, read when the kernel runs. Rows outside [0, n_rows) are not written.
 template <class From, class To> __device__ inline void append_rows(const Append &a) {
     i64 first = a.row_address != 0 ? *(const int *)a.row_address : a.row;
-    i64 n_lanes = a.layers * a.streams, n_parts = a.v != 0 ? 2 : 1, n_units = a.dim / To::VALUES;
-    for (i64 z = blockIdx.z; z < n_parts * n_lanes; z += gridDim.z) {
-        i64 part = z / n_lanes, layer = z % n_lanes / a.streams, stream = z % a.streams;
-        const char *given = (const char *)(part == 0 ? a.k : a.v);
-        char *lane = (char *)(part == 0 ? a.k_out : a.v_out);
-        const Strides strides = part == 0 ? a.k_strides : a.v_strides;
-        given += layer * strides.layer + stream * strides.stream;
-        lane += layer * a.out_layer_stride + stream * a.out_lane_stride;
-        for (i64 y = blockIdx.y * (i64)blockDim.y + threadIdx.y; y < a.n * a.heads;
+    i64 n_lanes = a.layers * a.streams, n_sides = a.v.given != 0 ? 2 : 1;
+    for (i64 z = blockIdx.z; z < n_sides * n_lanes; z += gridDim.z) {
+        const Side side = z < n_lanes ? a.k : a.v;
+        i64 layer = z % n_lanes / a.streams, stream = z % a.streams;
+        i64 n_units = side.dim / To::VALUES;
+        const char *given = (const char *)side.given;
+        given += layer * side.strides.layer + stream * side.strides.stream;
+        char *lane = (char *)side.out + layer * side.layer_stride + stream * side.lane_stride;
+        for (i64 y = blockIdx.y * (i64)blockDim.y + threadIdx.y; y < a.n * side.heads;
              y += gridDim.y * (i64)blockDim.y) {
-            i64 token = y / a.heads, head = y % a.heads, at = first + token;
+            i64 token = y / side.heads, head = y % side.heads, at = first + token;
             if (at < 0 || at >= a.n_rows) {
                 continue;
             }
-            const char *in = given + head * strides.head + token * strides.token;
-            char *out = lane + at * a.row_bytes + head * n_units * To::BYTES;
+            const char *in = given + head * side.strides.head + token * side.strides.token;
+            char *out = lane + at * side.row_bytes + head * n_units * To::BYTES;
             for (i64 x = blockIdx.x * (i64)blockDim.x + threadIdx.x; x < n_units;
                  x += gridDim.x * (i64)blockDim.x) {
-                put(From(), To(), out + x * To::BYTES, in + x * To::VALUES * strides.value,
-                    strides.value);
+                put(From(), To(), out + x * To::BYTES, in + x * To::VALUES * side.strides.value,
+                    side.strides.value);
             }
         }
     }

@@ -30,14 +30,16 @@ cdef int check_tokens(Given *out, cnp.ndarray k, cnp.ndarray v, um.um_dtype stor
 cdef int check_token(Given *out, cnp.ndarray k, cnp.ndarray v, um.um_dtype stored,
                      uint32_t n_layers, uint32_t heads, uint32_t head_dim, uint32_t v_head_dim,
                      str doing) except -1
-# The steps of these for arrays of other libraries: check the types first; then return whether a
-# shape fits tokens of one layer, and note their order and number; raise for shapes that do not fit.
+# The steps of these for arrays of other libraries: check the types first; then return whether the
+# shapes of K and V fit tokens of one layer, and note their order and number; raise for shapes that
+# do not fit.
 cdef int check_types(Given *out, cnp.dtype k, cnp.dtype v, um.um_dtype stored,
                      str doing) except -1
-cdef bint fits_tokens(Given *out, int n_dims, const cnp.npy_intp *sizes, uint32_t batch,
-                      uint32_t heads, uint32_t head_dim)
+cdef bint fits_tokens(Given *out, int n_dims, const cnp.npy_intp *k, int v_n_dims,
+                      const cnp.npy_intp *v, uint32_t batch, uint32_t heads, uint32_t head_dim,
+                      uint32_t v_head_dim)
 cdef object refuse_tokens(Given *out, uint32_t batch, uint32_t heads, uint32_t head_dim, str doing,
-                          k_shape, v_shape, object v_head_dim=*)
+                          k_shape, v_shape, uint32_t v_head_dim)
 cdef int check_token_shapes(Given *out, tuple k, tuple v, uint32_t n_layers, uint32_t heads,
                             uint32_t head_dim, uint32_t v_head_dim, str doing) except -1
 # The number of elements or blocks of a head.

@@ -66,24 +66,27 @@ cdef int check_types(Given *out, cnp.dtype k, cnp.dtype v, um.um_dtype stored,
     return 0
 
 
-cdef bint fits_tokens(Given *out, int n_dims, const cnp.npy_intp *sizes, uint32_t batch,
-                      uint32_t heads, uint32_t head_dim):
-    cdef cnp.npy_intp dim = units(out.type, head_dim)
+cdef bint fits_tokens(Given *out, int n_dims, const cnp.npy_intp *k, int v_n_dims,
+                      const cnp.npy_intp *v, uint32_t batch, uint32_t heads, uint32_t head_dim,
+                      uint32_t v_head_dim):
+    cdef cnp.npy_intp dim = units(out.type, head_dim), v_dim = units(out.type, v_head_dim)
     cdef bint fits
     if n_dims == 3 and batch == 1:
         out.order = um.UM_KV_TOKEN_MAJOR
-        out.n = sizes[0]
-        return sizes[1] == heads and sizes[2] == dim
-    out.order = um.UM_KV_HEAD_MAJOR
-    fits = n_dims == 4 and sizes[0] == batch and sizes[1] == heads and sizes[3] == dim
-    out.n = sizes[2] if fits else 0
-    return fits
+        out.n = k[0]
+        fits = k[1] == heads and k[2] == dim
+    else:
+        out.order = um.UM_KV_HEAD_MAJOR
+        fits = n_dims == 4 and k[0] == batch and k[1] == heads and k[3] == dim
+        out.n = k[2] if fits else 0
+    # All dimensions of K and V are alike, but for the size of a head.
+    return (fits and v_n_dims == n_dims and cnp.PyArray_CompareLists(k, v, n_dims - 1)
+            and v[n_dims - 1] == v_dim)
 
 
 cdef object refuse_tokens(Given *out, uint32_t batch, uint32_t heads, uint32_t head_dim, str doing,
-                          k_shape, v_shape, object v_head_dim=None):
-    dim = units(out.type, head_dim)
-    v_dim = dim if v_head_dim is None else units(out.type, v_head_dim)
+                          k_shape, v_shape, uint32_t v_head_dim):
+    dim, v_dim = units(out.type, head_dim), units(out.type, v_head_dim)
     short = f"[n, {heads}, {dim}] or " if batch == 1 else ""
     shape = f"{short}[{batch}, {heads}, n, {dim}]"
     if v_dim == dim:
@@ -97,14 +100,9 @@ cdef object refuse_tokens(Given *out, uint32_t batch, uint32_t heads, uint32_t h
 cdef int check_tokens(Given *out, cnp.ndarray k, cnp.ndarray v, um.um_dtype stored,
                       uint32_t batch, uint32_t heads, uint32_t head_dim, uint32_t v_head_dim,
                       str doing) except -1:
-    cdef int n_dims = cnp.PyArray_NDIM(k)
-    # All dimensions are compared, except the last if heads of V have another size.
-    cdef int n_alike = n_dims if v_head_dim == head_dim else n_dims - 1
     check_types(out, k.descr, v.descr, stored, doing)
-    if not (fits_tokens(out, n_dims, cnp.PyArray_DIMS(k), batch, heads, head_dim)
-            and cnp.PyArray_NDIM(v) == n_dims
-            and cnp.PyArray_CompareLists(cnp.PyArray_DIMS(k), cnp.PyArray_DIMS(v), n_alike)
-            and (n_alike == n_dims or v.shape[n_alike] == units(out.type, v_head_dim))):
+    if not fits_tokens(out, cnp.PyArray_NDIM(k), cnp.PyArray_DIMS(k), cnp.PyArray_NDIM(v),
+                       cnp.PyArray_DIMS(v), batch, heads, head_dim, v_head_dim):
         refuse_tokens(out, batch, heads, head_dim, doing, shape_of(k), shape_of(v), v_head_dim)
     return 0
 

@@ -7,13 +7,16 @@ ctypedef int (*Launch)(uintptr_t, unsigned, unsigned, unsigned, unsigned, unsign
                        unsigned, uintptr_t, void **, void **) noexcept nogil
 
 # The arguments of a kernel that appends, as ``rows.cu`` has them.
+cdef struct Side:
+    uintptr_t given, out
+    int64_t heads, dim
+    # The bytes from one layer, stream, head, token and value to the next.
+    int64_t[5] strides
+    int64_t layer_stride, lane_stride, row_bytes
+
 cdef struct Append:
-    uintptr_t k, v, k_out, v_out
-    # Layers, streams, heads, tokens, values of a head; and the bytes from one to the next.
-    int64_t[5] sizes
-    int64_t[5] k_strides
-    int64_t[5] v_strides
-    int64_t out_layer_stride, out_lane_stride, row_bytes, row, n_rows
+    Side[2] sides  # K and V
+    int64_t layers, streams, n, row, n_rows
     uintptr_t row_address
 
 cdef class RowKernels:

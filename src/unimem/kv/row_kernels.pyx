@@ -80,37 +80,47 @@ cdef class RowKernels:
     cdef int queue_append(self, str given, Append *a, uintptr_t stream) except -1:
         cdef unsigned[3] grid
         cdef unsigned[2] block = [self._block_x, self._block_y]
-        if a.sizes[3] == 0:
+        cdef Side *k = &a.sides[0]
+        cdef Side *v = &a.sides[1] if a.sides[1].given else k
+        if a.n == 0:
             return 0
-        _set_grid(grid, (2 if a.v else 1) * a.sizes[0] * a.sizes[1], a.sizes[3] * a.sizes[2],
-                  a.sizes[4], self._block_y)
+        _set_grid(grid, (1 if v == k else 2) * a.layers * a.streams, a.n * max(k.heads, v.heads),
+                  max(k.dim, v.dim), self._block_y)
         return self.queue(self._append[given], grid, block, a, sizeof(Append), stream)
 
-    def append(self, tokens: tuple[Any, ...], rows: tuple[int, ...], uintptr_t stream: int) -> None:
+    def append(self, given: str, sides: Sequence[tuple[Any, ...]], sizes: tuple[int, int, int],
+               rows: tuple[int, int, int], uintptr_t stream: int) -> None:
         """Write tokens into the rows of their lanes; K and V with one launch.
 
         Parameters
         ----------
-        tokens : tuple
-            The addresses of K and V, that of V perhaps 0; the name of their type; the numbers of
-            layers, streams, heads, tokens and values of a head (for q8_0 a multiple of 32); the
-            bytes from one to the next of each, and these of V if they differ.
+        given : str
+            The name of the tokens' type.
+        sides : sequence of tuple
+            K, and V if there is one: the addresses of the tokens and of the first lane; the numbers
+            of heads, and of values of a head (for q8_0 a multiple of 32); the bytes from one layer,
+            stream, head, token and value to the next; the bytes from the lane of one layer to the
+            next, from that of one stream to the next, and of a row.
+        sizes : tuple
+            The numbers of layers, streams and tokens.
         rows : tuple
-            The addresses of the first lanes of K and V; the bytes from the lane of one layer to
-            the next, from that of one stream to the next, and of a row; the row of the first token;
-            the rows of a lane, outside which nothing is written; and 0, or the address of an int32
-            that is the first row when the kernel runs.
+            The row of the first token; the rows of a lane, outside which nothing is written; and 0,
+            or the address of an int32 that is the first row when the kernel runs.
         stream : int
             The stream.
         """
         cdef Append a
-        cdef int i
-        a.k, a.v, given, sizes, *strides = tokens
-        a.k_out, a.v_out, a.out_layer_stride, a.out_lane_stride, a.row_bytes = rows[:5]
-        a.row, a.n_rows, a.row_address = rows[5:]
-        for i in range(5):
-            a.sizes[i] = sizes[i]
-            a.k_strides[i], a.v_strides[i] = strides[0][i], strides[len(strides) - 1][i]
+        cdef Side *side
+        cdef int i, axis
+        a.sides[1].given = 0
+        for i in range(len(sides)):
+            side = &a.sides[i]
+            side.given, side.out, side.heads, side.dim, strides = sides[i][:5]
+            side.layer_stride, side.lane_stride, side.row_bytes = sides[i][5:]
+            for axis in range(5):
+                side.strides[axis] = strides[axis]
+        a.layers, a.streams, a.n = sizes
+        a.row, a.n_rows, a.row_address = rows
         self.queue_append(given, &a, stream)
 
     def read(self, lane: int, out: int, wanted: str, sizes: tuple[int, int, int, int],
@@ -127,7 +137,7 @@ cdef class RowKernels:
         r.lanes, r.array, r.lane_stride, r.row_bytes, r.row = lane, out, lane_stride, row_bytes, row
         for i in range(4):
             r.sizes[i] = sizes[i]
-        if r.sizes[2] == 0:
+        if r.sizes[2] == 0 or r.sizes[3] == 0:
             return
         _set_grid(grid, r.sizes[0], r.sizes[2] * r.sizes[1], r.sizes[3], ALONG_ROWS)
         self.queue(self._read[wanted], grid, block, &r, sizeof(Read), stream)

@@ -555,8 +555,8 @@ cdef class DeviceScratchpad(_Rows):
             self._driver.copy(out, bytes.at, nbytes, stream)
         else:
             strides = (0, 0, 0, *((0,) if len(steps) == 1 else ()), *steps)
-            self._kernels.append((bytes.at, 0, _KERNEL_TYPES[given], (1, 1, 1, n, self.dim),
-                                  strides), (out, 0, 0, 0, self.row_bytes, 0, n, 0), stream)
+            side = bytes.at, out, 1, self.dim, strides, 0, 0, self.row_bytes
+            self._kernels.append(_KERNEL_TYPES[given], [side], (1, 1, n), (0, n, 0), stream)
 
     @cython.critical_section
     def as_array(self) -> Any:

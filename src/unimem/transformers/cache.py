@@ -700,13 +700,16 @@ class KVCache(Cache):  # type: ignore[misc]
                 f"KVCache.restore_from: expected an empty cache, got one of {length} tokens: "
                 "reset() first"
             )
-        first, whole = stored_prefixes.first_tokens(known), sessions.one_stream(tokens)
+        groups = [getattr(layer, "group", None) for layer in self.layers]
+        first = {group: groups.index(group) for group in self._groups}
+        made = stored_prefixes.first_tokens(known, first.values())
         if put:
+            whole = sessions.one_stream(tokens)
             stored_prefixes.put_while_passing(self._groups, store, whole, known)
         try:
-            for group in self._groups:
-                if group.kv is None or not group.takes(*first):
-                    self._start(group, *first)
+            for group, layer in first.items():
+                if group.kv is None or not group.takes(*made[layer]):
+                    self._start(group, *made[layer])
             return stored_prefixes.restore(self._groups, store, ids, model_name(known))
         except BaseException:
             self.reset()

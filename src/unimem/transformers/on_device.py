@@ -69,11 +69,6 @@ class DeviceGroup(Group):
         from unimem import cuda
 
         options, (batch, heads, head_dim, v_head_dim) = self.options, dims
-        if v_head_dim != head_dim:
-            raise NotImplementedError(
-                "KVCache: expected heads of K and V of one size on a GPU, got "
-                f"{head_dim} and {v_head_dim}: use transformers' DynamicCache"
-            )
         n, kind = options.max_seq_len or options.least_seq_len, kv_name(*dtypes)
         if self._is_replaced:
             n = self.expected + max(self.expected // 2, _SPARE_ROWS)
@@ -84,6 +79,7 @@ class DeviceGroup(Group):
             n,
             batch=batch,
             dtype=kind,
+            v_head_dim=v_head_dim,
             order="head",
             rotate=options.rotate,
             budget_bytes=budget_bytes,

@@ -115,7 +115,7 @@ def append_at(
     ----------
     keys, values : torch.Tensor
         All rows, ``[batch, heads, rows, head_dim]``, such as a cache on a GPU shows them when it is
-        full; the values of a head are contiguous.
+        full; the values of a head are contiguous. A head of V may have another size.
     key_states, value_states : torch.Tensor
         ``[batch, heads, n, head_dim]``, float32, float16 or bfloat16, which is converted.
     row : torch.Tensor
@@ -143,19 +143,18 @@ def on_device(
 
     _check(keys, values, key_states, value_states, row)
     device = cuda_driver.driver(keys.device.index or 0)
-    size, item = keys.element_size(), key_states.element_size()
-    batch, heads, n, dim = key_states.shape
     # A head is a stream to the kernel, and a stream a layer: [layers, streams, 1, tokens, values].
-    k_steps, v_steps = (
-        (*steps[:2], 0, *steps[2:])
-        for steps in ([item * step for step in a.stride()] for a in (key_states, value_states))
-    )
-    of_stream, of_head, of_row, _ = (size * step for step in keys.stride())
-    states = key_states.data_ptr(), value_states.data_ptr(), NAMES[key_states.dtype]
-    rows = keys.data_ptr(), values.data_ptr(), of_stream, of_head, of_row, 0, keys.shape[2]
+    sides = []
+    for rows, states in ((keys, key_states), (values, value_states)):
+        steps = [states.element_size() * step for step in states.stride()]
+        to = [rows.element_size() * step for step in rows.stride()[:3]]
+        places = states.data_ptr(), rows.data_ptr()
+        sides.append((*places, 1, states.shape[3], (*steps[:2], 0, *steps[2:]), *to))
     row_kernels(device, NAMES[keys.dtype]).append(
-        (*states, (batch, heads, 1, n, dim), k_steps, v_steps),
-        (*rows, row.data_ptr()),
+        NAMES[key_states.dtype],
+        sides,
+        key_states.shape[:3],
+        (0, keys.shape[2], row.data_ptr()),
         device.torch_stream(),
     )
 
@@ -183,12 +182,12 @@ def _check(
     if any(a.dtype not in NAMES or a.dtype != b.dtype for a, b in pairs):
         found = [str(one.dtype) for pair in pairs for one in pair]
         raise TypeError(f"append_at: expected float32, float16 or bfloat16, K as V, got {found}")
-    batch, heads, _, dim = keys.shape
-    wanted = batch, heads, key_states.shape[2], dim
-    is_like = keys.shape == values.shape and keys.stride() == values.stride()
-    if not is_like or keys.stride(3) != 1 or {key_states.shape, value_states.shape} != {wanted}:
+    n = key_states.shape[2]
+    wanted = [(*rows.shape[:2], n, rows.shape[3]) for rows in (keys, values)]
+    is_like = keys.shape[:3] == values.shape[:3] and keys.stride(3) == values.stride(3) == 1
+    if not is_like or [key_states.shape, value_states.shape] != wanted:
         raise ValueError(
-            f"append_at: expected tokens of shape {wanted} for rows that lie alike, got "
+            f"append_at: expected tokens of shapes {wanted} for rows that lie alike, got "
             f"{tuple(key_states.shape)} and {tuple(value_states.shape)} for {tuple(keys.shape)} "
             f"and {tuple(values.shape)}"
         )

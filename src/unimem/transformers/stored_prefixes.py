@@ -6,13 +6,15 @@ than its full attention.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from inspect import signature
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from unimem.errors import CapacityError, ClosedError
 from unimem.kv.store.copy_rows import AsRing
@@ -31,22 +33,38 @@ def check_store(store: Any) -> KVStore:
     return store
 
 
-def first_tokens(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return K and V of no tokens, ``[1, heads, 0, head_dim]``, as the model will give them."""
-    config = model.config.get_text_config(decoder=True)
-    n_heads = config.num_attention_heads
-    heads = getattr(config, "num_key_value_heads", None) or n_heads
-    head_dim = v_head_dim = getattr(config, "head_dim", None) or config.hidden_size // n_heads
-    if getattr(config, "kv_lora_rank", None):  # of latent keys, whole ones are kept
-        heads, v_head_dim = n_heads, config.v_head_dim
-        head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+class _EnoughError(Exception):
+    """All that was to be seen of a pass was seen."""
+
+
+def first_tokens(
+    model: PreTrainedModel, layers: Iterable[int]
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Return K and V of no tokens, ``[1, heads, 0, head_dim]``, as the model gives them to layers.
+
+    No configuration says it: some models keep latents in one version of transformers, and whole
+    heads in another. So a token passes, up to the last of these layers.
+    """
+    wanted, given = {*layers}, dict[int, tuple[torch.Tensor, torch.Tensor]]()
+    noted = DynamicCache(config=model.config.get_text_config(decoder=True))
+    append = noted.update
+
+    def note(keys: torch.Tensor, values: torch.Tensor, layer: int, *more: Any, **how: Any) -> Any:
+        given[layer] = keys[:, :, :0], values[:, :, :0]
+        if wanted <= given.keys():
+            raise _EnoughError
+        return append(keys, values, layer, *more, **how)
+
+    noted.update = note
     # Weights that Accelerate offloads are on no device; they compute on the CPU.
-    device = model.device if model.device.type == "cuda" else "cpu"
-    k, v = (
-        torch.empty(1, heads, 0, size, dtype=model.dtype, device=device)
-        for size in (head_dim, v_head_dim)
-    )
-    return k, v
+    token = torch.zeros(1, 1, dtype=torch.long)
+    token = token.to(model.device) if model.device.type == "cuda" else token
+    # The name of a cache until transformers 5.23, and since.
+    is_old = "past_key_values" in signature(type(model).forward).parameters
+    name = "past_key_values" if is_old else "cache"
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"), suppress(_EnoughError):
+        model.forward(token, **{name: noted})
+    return given
 
 
 def put(groups: Sequence[Group], store: KVStore, ids: Ids, model: str) -> int:

@@ -135,7 +135,7 @@ class DriversCall:
         if self.status == 0:
             self.n_launches += 1
             name, launch = self._kernels[handle - 1]
-            nbytes = 200 if name.startswith("append") else 72  # the structures of the kernels
+            nbytes = 240 if name.startswith("append") else 72  # the structures of the kernels
             structure = np.dtype((np.void, nbytes))
             arguments = np.frombuffer(ctypes.string_at(parameters[0], nbytes), structure)
             launch(tuple(shapes[:3]), tuple(shapes[3:6]), (arguments,), stream)

@@ -40,8 +40,8 @@ class Twins:
 
     def tokens(self, n: int, dtype: str = "float32", *, token_major: bool = False) -> list[Array]:
         """K and V of n tokens of a layer."""
-        shape = (n, HEADS, DIM) if token_major else (self.batch, HEADS, n, DIM)
-        return [given(self.rng, shape, dtype) for _ in "kv"]
+        shape = (n, HEADS) if token_major else (self.batch, HEADS, n)
+        return [given(self.rng, (*shape, dim), dtype) for dim in (DIM, self.host.v_head_dim)]
 
     def do(self, name: str, *arguments: Any, **options: Any) -> Any:
         """Call both: they return the same, or raise the same."""
@@ -63,7 +63,8 @@ class Twins:
     def check(self) -> None:
         for name in """
             seq_len next_position is_empty memory_usage_bytes capacity_bytes n_rows row_bytes
-            n_layers batch max_seq_len window grow n_growths budget_bytes dtype closed name
+            n_layers batch max_seq_len v_head_dim v_row_bytes window grow n_growths budget_bytes
+            dtype closed name
         """.split():
             assert getattr(self.host, name) == getattr(self.cuda, name), name
         assert len(self.host) == len(self.cuda)

@@ -124,21 +124,18 @@ def append(
     row_address: int = 0,
 ) -> tuple[Array, Array]:
     """Append to fresh lanes, and return those of K and of V."""
-    layers, streams, heads, _, dim = k.shape
-    row_bytes, lane = lane_bytes(stored, n_rows, heads * dim)
-    out = place.up(np.full((2, layers, streams, lane), UNTOUCHED, np.uint8))
-    there = [place.up(a) for a in (k, v) if a is not None]
-    k_at, v_at = [*map(place.address, there), 0][:2]
-    strides = [a.strides for a in (k, v) if a is not None]
-    k_out = place.address(out)
-    v_out, steps = k_out + layers * streams * lane, (streams * lane, lane, row_bytes)
-    place.rows(stored).append(
-        (k_at, v_at, given, k.shape, *strides),
-        (k_out, v_out, *steps, row, n_rows, row_address),
-        0,
-    )
-    lanes = place.down(out)
-    return lanes[0], lanes[1]
+    there, outs, sides = [], [], []
+    for part, tokens in enumerate((k, v)):
+        layers, streams, heads, n, dim = (k if tokens is None else tokens).shape
+        row_bytes, lane = lane_bytes(stored, n_rows, heads * dim)
+        outs.append(place.up(np.full((layers, streams, lane), UNTOUCHED, np.uint8)))
+        if tokens is not None:
+            there.append(place.up(tokens))
+            at = place.address(there[part]), place.address(outs[part])
+            sides.append((*at, heads, dim, tokens.strides, streams * lane, lane, row_bytes))
+    place.rows(stored).append(given, sides, (layers, streams, n), (row, n_rows, row_address), 0)
+    k_lanes, v_lanes = map(place.down, outs)
+    return k_lanes, v_lanes
 
 
 def strided(tokens: Array, order: tuple[int, ...], gaps: tuple[int, ...]) -> Array:
@@ -174,11 +171,13 @@ class RowContract:
     @pytest.mark.parametrize(("given", "stored"), APPENDS)
     def test_tokens_become_rows(self, place: Place, given: str, stored: str) -> None:
         for shape in ((1, 1, 1, 1, 32), (2, 3, 4, 5, 64), (1, 2, 3, 33, 160), (3, 1, 40, 2, 288)):
-            k, v = (tokens_of(given, shape, seed) for seed in (0, 1))
-            found = append(place, k, v, given, stored, row=3, n_rows=40)
-            for tokens, lanes in zip((k, v), found, strict=True):
-                want = expected(tokens, given, stored, row=3, n_rows=40)
-                assert lanes.tobytes() == want.tobytes(), shape
+            wide = (*shape[:2], 2 * shape[2], shape[3], 96)
+            for v_shape in (shape, wide):
+                k, v = tokens_of(given, shape), tokens_of(given, v_shape, 1)
+                found = append(place, k, v, given, stored, row=3, n_rows=40)
+                for tokens, lanes in zip((k, v), found, strict=True):
+                    want = expected(tokens, given, stored, row=3, n_rows=40)
+                    assert lanes.tobytes() == want.tobytes(), (shape, v_shape)
 
     @pytest.mark.parametrize(("given", "stored"), APPENDS)
     def test_any_strides(self, place: Place, given: str, stored: str) -> None:

@@ -31,6 +31,16 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "gemma": ("Gemma2", {"sliding_window": WINDOW, "layer_types": _MIXED}),
     "chunks": ("Llama", {"attention_chunk_size": WINDOW, "layer_types": _CHUNKS}),
+    # Heads of V are smaller than those of K (MLA).
+    "latent": (
+        "DeepseekV3",
+        {
+            **{"q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4},
+            **{"v_head_dim": 8, "head_dim": 4, "num_key_value_heads": 4, "n_group": 1},
+            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+            **{"topk_group": 1, "first_k_dense_replace": 1},
+        },
+    ),
     "moe": ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": None}),
 }
 

@@ -71,6 +71,8 @@ cdef class KVDevice(KVRows):
     cdef int check_apart(self, DeviceTokens given, str doing) except -1
     # NULL: the driver's method does it.
     cdef Copy _copy
+    # Where a row of K or V of a layer's first stream begins.
+    cdef uintptr_t row_address(self, uint32_t layer, bint v, uint64_t row) noexcept
     # Queues a copy.
     cdef int copy_rows(self, uintptr_t to, uintptr_t from_, size_t nbytes, object stream) except -1
     # Queues a kernel.

@@ -21,7 +21,7 @@ from unimem.kv.inputs cimport (
     Given, check_token_shapes, check_types, find_bytes, fits_tokens, layer_number, on_device,
     refuse_tokens,
 )
-from unimem.kv.row_kernels cimport Append, RowKernels
+from unimem.kv.row_kernels cimport Append, RowKernels, Side
 from unimem.kv.types cimport BLOCK_VALUES
 from unimem.kv.cache.rows cimport KVRows, is_v
 from unimem._core.region cimport Region, new_window
@@ -229,11 +229,10 @@ cdef class KVDevice(KVRows):
     cdef int check_given(self, Given *out, DeviceTokens k, DeviceTokens v, str doing) except -1:
         cdef um.um_kv_spec *s = &self.kv.spec
         check_types(out, k.dtype, v.dtype, s.type, doing)
-        if (not fits_tokens(out, k.n_dims, k.sizes, self._batch, self._heads, s.head_dim)
-                or k.n_dims != v.n_dims
-                or not cnp.PyArray_CompareLists(k.sizes, v.sizes, min(k.n_dims, 5))):
+        if not fits_tokens(out, k.n_dims, k.sizes, v.n_dims, v.sizes, self._batch, self._heads,
+                           s.head_dim, self._v_head_dim):
             refuse_tokens(out, self._batch, self._heads, s.head_dim, doing, tuple(k.owner.shape),
-                          tuple(v.owner.shape))
+                          tuple(v.owner.shape), self._v_head_dim)
         return 0
 
     cdef int check_apart(self, DeviceTokens given, str doing) except -1:
@@ -251,10 +250,16 @@ cdef class KVDevice(KVRows):
         finally:
             self._stream = None
 
+    cdef uintptr_t row_address(self, uint32_t layer, bint v, uint64_t row) noexcept:
+        return (<uintptr_t>um.um_kv_lane(&self.kv, layer, v, 0)
+                + row * (self.kv.v_row_bytes if v else self.kv.row_bytes))
+
     cdef int copy_rows(self, uintptr_t to, uintptr_t from_, size_t nbytes,
                        object stream) except -1:
         cdef int status = -1
         cdef uintptr_t queue = stream
+        if nbytes == 0:  # there is no V
+            return 0
         if self._copy != NULL:
             with nogil:
                 status = self._copy(to, from_, nbytes, queue)
@@ -265,41 +270,43 @@ cdef class KVDevice(KVRows):
     cdef int write(self, DeviceTokens k, DeviceTokens v, um.um_dtype given, const int *axes,
                    const Span *span, uintptr_t stream) except -1:
         cdef um.um_kv_spec *s = &self.kv.spec
-        cdef int64_t lane = self.kv.lane_stride, lanes = self.heads_apart()
-        cdef int64_t of_layer = 2 * lane * s.batch, of_stream = lane * lanes
+        cdef int64_t lane, lanes = self.heads_apart()
+        cdef int64_t of_layer = s.batch * (self.kv.lane_stride + self.kv.v_lane_stride), of_outer
         cdef int64_t outer = <int64_t>span.n_layers * self._batch  # one of both is 1
-        cdef int which = 0 if span.n_layers > 1 else 1
+        cdef int which = 0 if span.n_layers > 1 else 1, part
         cdef RowKernels kernels = self._kernels
         cdef str named = KV_TYPES[given]
         cdef Append a
-        a.k, a.v = k.bytes.at, v.bytes.at
-        a.k_out = <uintptr_t>um.um_kv_lane(&self.kv, span.layer, 0, 0)
-        a.v_out = a.k_out + s.batch * lane
-        k.find_along(axes, a.k_strides)
-        v.find_along(axes, a.v_strides)
-        a.out_layer_stride, a.out_lane_stride = of_layer, of_stream
-        a.row_bytes, a.n_rows = self.kv.row_bytes, self.kv.n_rows
-        a.row, a.row_address = span.row, span.row_address
+        cdef Side *side
+        a.n, a.n_rows, a.row, a.row_address = span.n, self.kv.n_rows, span.row, span.row_address
+        a.layers, a.streams = span.n_layers, self._batch
         if given == um.UM_Q8_0:
-            # Blocks are copied. To the kernel a block is a head of float16, a head is a layer, and
-            # layers or streams are streams.
             kernels, named = self._blocks, "f16"
-            a.sizes[:] = [self._heads, outer, s.head_dim // BLOCK_VALUES, span.n, BLOCK_HALVES]
-            a.out_lane_stride = of_layer if which == 0 else of_stream
-            a.out_layer_stride = lane
-            if lanes == 1:
-                a.out_layer_stride = s.head_dim // BLOCK_VALUES * 2 * BLOCK_HALVES
-            _permute(a.k_strides, 2, which, 4)
-            _permute(a.v_strides, 2, which, 4)
-            a.k_strides[4] = a.v_strides[4] = 2
-        elif lanes > 1:  # to the kernel a head is a stream, and layers or streams are layers
-            a.sizes[:] = [outer, lanes, 1, span.n, s.head_dim]
-            a.out_layer_stride = of_layer if which == 0 else of_stream
-            a.out_lane_stride = lane
-            _permute(a.k_strides, which, 2, 2)
-            _permute(a.v_strides, which, 2, 2)
-        else:
-            a.sizes[:] = [span.n_layers, self._batch, self._heads, span.n, s.head_dim]
+            a.layers, a.streams = self._heads, outer
+        elif lanes > 1:
+            a.layers, a.streams = outer, lanes
+        for part in range(2):
+            side = &a.sides[part]
+            side.given = v.bytes.at if part else k.bytes.at
+            side.out = <uintptr_t>um.um_kv_lane(&self.kv, span.layer, part, 0)
+            side.heads, side.dim = self._heads, self._v_head_dim if part else s.head_dim
+            side.row_bytes = self.kv.v_row_bytes if part else self.kv.row_bytes
+            (v if part else k).find_along(axes, side.strides)
+            lane = self.kv.v_lane_stride if part else self.kv.lane_stride
+            of_outer = of_layer if which == 0 else lane * lanes
+            side.layer_stride, side.lane_stride = of_layer, lane * lanes
+            if given == um.UM_Q8_0:
+                # Blocks are copied. To the kernel a block is a head of float16, a head is a layer,
+                # and layers or streams are streams.
+                side.heads, side.dim = side.dim // BLOCK_VALUES, BLOCK_HALVES
+                side.layer_stride = lane if lanes > 1 else side.heads * 2 * BLOCK_HALVES
+                side.lane_stride = of_outer
+                _permute(side.strides, 2, which, 4)
+                side.strides[4] = 2
+            elif lanes > 1:  # to the kernel a head is a stream, and layers or streams are layers
+                side.heads = 1
+                side.layer_stride, side.lane_stride = of_outer, lane
+                _permute(side.strides, which, 2, 2)
         return kernels.queue_append(named, &a, stream)
 
     @cython.critical_section
@@ -311,12 +318,12 @@ cdef class KVDevice(KVRows):
         layer : int
             The layer's number.
         k, v : cupy.ndarray, torch.Tensor, or an array on the device that has ``__dlpack__``
-            Both have one shape, ``[n, n_kv_heads, head_dim]`` (batch 1) or
-            ``[batch, n_kv_heads, n, head_dim]``, with any strides, and one dtype, float32, float16
-            or bfloat16. They cost one launch of a kernel, which converts, rounding to nearest
-            even; many tokens of the cache's dtype in ``[n, n_kv_heads, head_dim]`` without gaps
-            cost two asynchronous copies. A ``"q8_0"`` cache takes blocks, too, as `layer` shows
-            them. The arrays may be changed or dropped once the stream has passed the append.
+            ``[n, n_kv_heads, head_dim]`` (batch 1) or ``[batch, n_kv_heads, n, head_dim]``, of V
+            `v_head_dim`, with any strides, both of one dtype, float32, float16 or bfloat16. They
+            cost one launch of a kernel, which converts, rounding to nearest even; many tokens of
+            the cache's dtype in ``[n, n_kv_heads, head_dim]`` without gaps cost two asynchronous
+            copies. A ``"q8_0"`` cache takes blocks, too, as `layer` shows them. The arrays may be
+            changed or dropped once the stream has passed the append.
         stream : object, optional
             A CUDA stream; by default torch's current one if k and v are its tensors, else CuPy's.
 
@@ -343,8 +350,7 @@ cdef class KVDevice(KVRows):
         cdef Given given
         cdef DeviceTokens keys, values
         cdef uint64_t row = 0
-        cdef size_t nbytes
-        cdef uintptr_t out
+        cdef size_t k_bytes, v_bytes
         cdef uint32_t index
         cdef Span span
         self.open_region()  # first: a forked child has no driver to ask
@@ -362,13 +368,12 @@ cdef class KVDevice(KVRows):
         _held = self._tape._memory  # during a call of CUDA another thread may close the cache
         self._writing = True
         try:
-            nbytes = given.n * self.kv.row_bytes
-            if (nbytes > FEW_BYTES and given.type == s.type and s.batch == 1
+            k_bytes, v_bytes = given.n * self.kv.row_bytes, given.n * self.kv.v_row_bytes
+            if (max(k_bytes, v_bytes) > FEW_BYTES and given.type == s.type and s.batch == 1
                     and keys.bytes.in_order and values.bytes.in_order
                     and (given.order == um.UM_KV_TOKEN_MAJOR or given.n == 1)):
-                out = <uintptr_t>um.um_kv_lane(&self.kv, index, 0, 0) + row * self.kv.row_bytes
-                self.copy_rows(out, keys.bytes.at, nbytes, stream)
-                self.copy_rows(out + self.kv.lane_stride, values.bytes.at, nbytes, stream)
+                self.copy_rows(self.row_address(index, False, row), keys.bytes.at, k_bytes, stream)
+                self.copy_rows(self.row_address(index, True, row), values.bytes.at, v_bytes, stream)
             else:
                 span = Span(given.n, index, 1, row, 0)
                 self.write(keys, values, given.type, _axes(given.order), &span, stream)
@@ -390,7 +395,7 @@ cdef class KVDevice(KVRows):
         keys, values, stream = self.find_pair(k, v, stream)
         check_types(&given, keys.dtype, values.dtype, s.type, doing)
         check_token_shapes(&given, tuple(keys.owner.shape), tuple(values.owner.shape), s.n_layers,
-                           self._heads, s.head_dim, s.head_dim, doing)
+                           self._heads, s.head_dim, self._v_head_dim, doing)
         if self._batch != 1:
             raise ValueError("KVCache.append_all: batch is not 1")
         self.begin_change()
@@ -458,10 +463,11 @@ cdef class KVDevice(KVRows):
     def _window(self, uint32_t layer, bint v, uint64_t row, uint64_t n) -> tuple[int, object]:
         """Return where n rows of K or V begin, and the objects that a view of them holds."""
         cdef Region region = self.open_region()
-        cdef char *data = <char *>um.um_kv_lane(&self.kv, layer, v, 0) + row * self.kv.row_bytes
+        cdef uintptr_t data = self.row_address(layer, v, row)
         # Only in the first stream: rows lie and move alike in all streams.
-        window = new_window(region, data - <char *>self.kv.base, n * self.kv.row_bytes)
-        return <uintptr_t>data, (window, self._tape._memory)
+        window = new_window(region, data - <uintptr_t>self.kv.base,
+                            n * (self.kv.v_row_bytes if v else self.kv.row_bytes))
+        return data, (window, self._tape._memory)
 
     @cython.critical_section
     def _lane(self, layer: int, part: Literal["k", "v"], stream: int) -> int:
@@ -509,8 +515,13 @@ cdef class KVDevice(KVRows):
 
     @property
     def lane_stride(self) -> int:
-        """Bytes from K or V of one stream to the next, of one layer to V, and of V to the next."""
+        """Bytes from K of one stream to the next, and of the last one to V."""
         return self.kv.lane_stride
+
+    @property
+    def v_lane_stride(self) -> int:
+        """Bytes from V of one stream to the next, and of the last one to the next layer."""
+        return self.kv.v_lane_stride
 
     @property
     def resident_bytes(self) -> int:
