@@ -18,8 +18,9 @@ from unimem_bench import run as runs
 from unimem_bench.record import CaseRecord, Record, SideRecord, SuiteRecord
 from unimem_bench.run import Interrupted, merge, run
 from unimem_bench.suite import Measure, NotMeasured, Suite, faster
+from unimem_bench.suites import load_suite
 from unimem_bench.tables import machine_facts
-from unimem_bench.worker import TIME_IS_UP, measure, share_end
+from unimem_bench.worker import TIME_IS_UP, asked_first, measure, share_end
 
 Patch = pytest.MonkeyPatch
 FASTER = faster("b", 2, issue=2)
@@ -146,6 +147,15 @@ def test_what_one_pass_had_no_time_for_another_measures(answer: Answer, tmp_path
     two_passes.add_pass(**options)
     (one,) = two_passes.record().cases
     assert (one.failed, one.side("unimem")) == (None, ours([], [1.0]))
+
+
+def test_what_answers_a_question_is_measured_first() -> None:
+    cases = load_suite("load").chosen(quick=True)
+    names = [case.name for case in asked_first(cases)]
+    assert names[:2] == ["cold", "staged"]
+    rest = [case.name for case in cases if case.name not in names[:2]]
+    assert names[2:] == rest
+    assert len(rest) > 3
 
 
 def test_a_case_begins_in_its_suites_time_only() -> None:

@@ -9,7 +9,7 @@ from unimem.base.text import Surface, escape, fact_lines, table_lines, wrap
 from unimem.cli import terminal
 from unimem_bench import tables
 from unimem_bench.compare import ENOUGH, Differences, change_table, pair_table, suite_table, summary
-from unimem_bench.record import CaseRecord, Record
+from unimem_bench.record import Record
 from unimem_bench.suite import Suite
 from unimem_bench.tables import Table, TableRow, Tone
 from unimem_bench.texts import claim
@@ -31,15 +31,21 @@ def record_lines(record: Record) -> Iterator[str]:
             "",
             *_wrapped(f"{suite.name}: {tables.suite_title(suite)}", terminal.surface().heading),
         ]
+        reasons: dict[str, list[str]] = {}
         for case in suite.cases:
+            made = tables.case_table(case)
+            if made.table is None and made.problem is not None and not made.is_error:
+                reasons.setdefault(made.problem, []).append(case.name)
+                continue
             yield ""
-            yield from _case(case)
+            yield from _case(made)
+        for reason, names in reasons.items():
+            yield from ["", *_wrapped(f"not measured, {reason}: {'; '.join(names)}")]
     yield ""
     yield from _targets(record)
 
 
-def _case(case: CaseRecord) -> Iterator[str]:
-    made = tables.case_table(case)
+def _case(made: tables.CaseTable) -> Iterator[str]:
     yield from _wrapped(f"{made.name}: {made.question}", terminal.surface().tint)
     if made.problem is not None:
         text = f"{'failed' if made.is_error else 'not measured'}: {made.problem}"
@@ -53,12 +59,13 @@ def _case(case: CaseRecord) -> Iterator[str]:
 def _targets(record: Record) -> Iterator[str]:
     made = tables.targets(record)
     yield terminal.surface().heading("All targets")
-    if made.table.rows:
-        # As two columns, case and claim would leave no room.
-        rows = [
-            TableRow((f"{case}: {text}", *rest), tone)
-            for (case, text, *rest), tone in made.table.rows
-        ]
+    # As two columns, case and claim would leave no room. The notes name what was not measured.
+    rows = [
+        TableRow((f"{case}: {text}", *rest), tone)
+        for (case, text, *rest), tone in made.table.rows
+        if tone != "missing"
+    ]
+    if rows:
         yield from _table(Table(made.table.head[1:], tuple(rows), "<<<"))
     for note in made.notes:
         yield from _wrapped(note, terminal.surface().dim)
