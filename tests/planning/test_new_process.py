@@ -13,6 +13,7 @@ import unimem as um
 from unimem.engine import embedded_model
 from unimem.planning import new_process
 from unimem.planning.new_process import NewProcess, measure_process, own_bytes
+from unimem.system.limits import Limit
 
 MIB = 1 << 20
 MEASURED = NewProcess(40 * MIB, 600, 100)
@@ -152,12 +153,24 @@ def test_llama_server_keeps_prompts() -> None:
         plan(cache_ram="much")
 
 
-def test_what_others_have_read_counts_only_now(answers: Answers) -> None:
+def test_what_others_have_read_counts_only_now(
+    answers: Answers, memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answers(json.dumps(MEASURED._asdict()))
+    memory(64 << 30)
     plan = um.plan(embedded_model(), process=True, now=True)
     assert plan.spilled_now_bytes == plan.spilled_bytes == 0
     assert "this moment, all of the file stays" in str(plan)
     assert um.plan(embedded_model(), process=True).spilled_now_bytes is None
+    # A cgroup without room for the whole file, which another one has in the page cache.
+    monkeypatch.setattr("unimem.planning.plan.own_bytes", lambda: 0)
+    monkeypatch.setattr("unimem.planning.sources.FileSource.cached_bytes", lambda _: 1 << 30)
+    mapped: dict[str, Any] = {"process": True, "now": True, "ctx": plan.ctx, "load": "map"}
+    room = (um.plan(embedded_model(), **mapped).container_bytes or 0) - MIB
+    memory(64 << 30, Limit("cgroup /a", 9 << 30, (9 << 30) - room, ""))
+    plan = um.plan(embedded_model(), **mapped)
+    assert 0 < plan.spilled_bytes <= MIB
+    assert plan.spilled_now_bytes == 0
 
 
 @pytest.mark.usefixtures("available")
