@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,7 @@ def engine_store(**options: Any) -> EngineStore:
 
 
 LLAMA_NAMES = {"MODEL": MODEL, "STATE": STATE, "BLOB": llama.kv_to_state(STATE), "llama": llama}
+LLAMA_NAMES |= {"HEADERS": Message()}
 LLAMA_CALLS = calls_of(
     """
 LlamaPrefixes: llama.LlamaPrefixes(store=t.store(), model='m', layout=STATE, options='o')
@@ -196,6 +198,7 @@ LlamaPrefixes.longest: t.prefixes(STATE).longest(tokens=[1, 2])
 LlamaPrefixes.put: t.prefixes(STATE).put(tokens=range(20), kv=STATE, checkpoints=())
 LlamaPrefixes.restore: t.prefixes(STATE).restore(tokens=[1, 2])
 LlamaServer: llama.LlamaServer(url='http://localhost:1', folder=t.folder)
+LlamaServer.admits: t.no_server().admits(headers=HEADERS)
 LlamaServer.ask: t.no_server().ask(path='/props', question={})
 LlamaServer.erase: t.no_server().erase(slot=0)
 LlamaServer.request: t.no_server().request(method='GET', path='/props', body=None, headers={})

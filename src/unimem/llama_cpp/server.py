@@ -130,8 +130,8 @@ class LlamaServer:
         path = self._folder / f"unimem-{os.urandom(8).hex()}.slot"
         with Descriptors() as fds:
             # As a file of this user alone, whoever writes to it. One without a lock is a remain.
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            fcntl.flock(fds.add(os.open, path, flags, 0o600), fcntl.LOCK_EX)
+            how = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600
+            fcntl.flock(fds.add(os.open, path, *how), fcntl.LOCK_EX)
             try:
                 yield path
             finally:

@@ -45,7 +45,7 @@ def first_tokens(
     No configuration says it: some models keep latents in one version of transformers, and whole
     heads in another. So a token passes, up to the last of these layers.
     """
-    wanted, given = {*layers}, dict[int, tuple[torch.Tensor, torch.Tensor]]()
+    wanted, given = set(layers), dict[int, tuple[torch.Tensor, torch.Tensor]]()
     noted = DynamicCache(config=model.config.get_text_config(decoder=True))
     append = noted.update
 
@@ -63,7 +63,8 @@ def first_tokens(
     is_old = "past_key_values" in signature(type(model).forward).parameters
     name = "past_key_values" if is_old else "cache"
     with torch.no_grad(), torch.compiler.set_stance("force_eager"), suppress(_EnoughError):
-        model.forward(token, **{name: noted})
+        how: dict[str, Any] = {name: noted}
+        model.forward(token, **how)
     return given
 
 
