@@ -11,6 +11,7 @@ from unimem_bench.answers import answers
 from unimem_bench.markdown import escape, table_lines, target_lines
 from unimem_bench.record import Record, SuiteRecord
 from unimem_bench.tables import (
+    by_problem,
     case_table,
     machine_facts,
     suite_table,
@@ -123,11 +124,7 @@ def _suite_lines(suite: SuiteRecord) -> Iterator[str]:
     made = suite_table(suite)
     if made.rows:
         yield from table_lines(made)
-    reasons: dict[str, list[str]] = {}
-    for case in suite.cases:
-        problem = case_table(case).problem
-        if problem is not None:
-            reasons.setdefault(problem, []).append(case.name)
+    reasons = by_problem(map(case_table, suite.cases))
     if made.rows and reasons:
         yield ""
     for reason, names in reasons.items():

@@ -77,6 +77,15 @@ def case_table(case: CaseRecord) -> CaseTable:
     )
 
 
+def by_problem(cases: Iterable[CaseTable]) -> dict[str, list[str]]:
+    """Name the cases that have a problem, by its text."""
+    found: dict[str, list[str]] = {}
+    for case in cases:
+        if case.problem is not None:
+            found.setdefault(case.problem, []).append(case.name.partition("/")[2])
+    return found
+
+
 def _sides(case: CaseRecord) -> Table:
     ours = stats.subject(case)
     against = {each.other.name: each.ratio for each in stats.comparisons(case)}

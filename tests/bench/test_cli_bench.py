@@ -163,7 +163,8 @@ def test_a_record_on_a_terminal_and_without_one(file: Path) -> None:
         if made.table is None and not made.is_error:  # cases of one reason share a sentence
             assert not is_shown
             assert re.search(
-                rf" not measured, {re.escape(made.problem or '')}: [^:]*{each.name}", text
+                rf" not measured, {re.escape(made.problem or '')}: [^:]*{re.escape(each.name)}",
+                text,
             )
             left_out += 1
             continue

@@ -188,8 +188,9 @@ def engine_store(**options: Any) -> EngineStore:
     return EngineStore("engine", "1", options)
 
 
-LLAMA_NAMES = {"MODEL": MODEL, "STATE": STATE, "BLOB": llama.kv_to_state(STATE), "llama": llama}
-LLAMA_NAMES |= {"HEADERS": Message()}
+LLAMA_NAMES = {"MODEL": MODEL, "STATE": STATE, "BLOB": llama.kv_to_state(STATE), "llama": llama} | {
+    "HEADERS": Message()
+}
 LLAMA_CALLS = calls_of(
     """
 LlamaPrefixes: llama.LlamaPrefixes(store=t.store(), model='m', layout=STATE, options='o')

@@ -70,6 +70,15 @@ def test_tokens_are_found_whatever_heads_a_model_keeps(name: str, store: um.KVSt
                 assert torch.equal(talk(model, cache, ids), expected)
 
 
+def test_a_model_without_the_layers_of_the_cache_is_refused(store: um.KVStore) -> None:
+    model, ids = tiny.model("llama"), tiny.prompts(1, N)
+    other = tiny.config("gemma")  # its first layer of full attention is the second one
+    with KVCache(other) as cache, patch.object(model.model, "layers", model.model.layers[:1]):
+        with pytest.raises(ValueError, match=r"gives no keys and values to layers \[1\]"):
+            cache.restore_from(store, ids, model=model)
+        assert cache.get_seq_length() == 0
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_known_tokens_are_restored_and_generate_says_the_same(

@@ -31,15 +31,13 @@ def record_lines(record: Record) -> Iterator[str]:
             "",
             *_wrapped(f"{suite.name}: {tables.suite_title(suite)}", terminal.surface().heading),
         ]
-        reasons: dict[str, list[str]] = {}
-        for case in suite.cases:
-            made = tables.case_table(case)
-            if made.table is None and made.problem is not None and not made.is_error:
-                reasons.setdefault(made.problem, []).append(case.name)
-                continue
-            yield ""
-            yield from _case(made)
-        for reason, names in reasons.items():
+        cases = [tables.case_table(case) for case in suite.cases]
+        # Those without a figure or an error share a line for each reason.
+        left_out = [each for each in cases if each.table is None and not each.is_error]
+        for each in cases:
+            if each not in left_out:
+                yield from ["", *_case(each)]
+        for reason, names in tables.by_problem(left_out).items():
             yield from ["", *_wrapped(f"not measured, {reason}: {'; '.join(names)}")]
     yield ""
     yield from _targets(record)

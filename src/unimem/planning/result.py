@@ -472,6 +472,7 @@ def _per_second(reading: Reading | None) -> str:
     rate = None if reading is None else reading.tokens_per_second
     if rate is None:
         return ""
+    # From 9.95 on, two digits are a whole number.
     return f"{rate:,.0f} tokens/s" if rate >= 9.95 else f"{rate:.2g} tokens/s"
 
 

@@ -65,6 +65,11 @@ def first_tokens(
     with torch.no_grad(), torch.compiler.set_stance("force_eager"), suppress(_EnoughError):
         how: dict[str, Any] = {name: noted}
         model.forward(token, **how)
+    if missing := wanted - given.keys():
+        raise ValueError(
+            f"KVCache.restore_from: expected a model of this cache's layers, got one that gives no "
+            f"keys and values to layers {sorted(missing)}: make the cache by for_model(model)"
+        )
     return given
 
 
