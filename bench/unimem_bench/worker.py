@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from unimem_bench.answers import QUESTIONS
+from unimem_bench.questions import QUESTIONS
 from unimem_bench.record import CaseRecord
 from unimem_bench.suite import Case, Measure, NotMeasured
 from unimem_bench.suites import NAMES, load_suite

@@ -15,7 +15,8 @@ from support.project.bench_records import (
     sample_record,
     suite,
 )
-from unimem_bench.answers import QUESTIONS, answers
+from unimem_bench.answers import answers
+from unimem_bench.questions import QUESTIONS
 from unimem_bench.record import BEST, CaseRecord, SideRecord
 from unimem_bench.suites import NAMES, load_suite
 

@@ -37,7 +37,7 @@ FLOORS = (
 # The benchmarks; modules in one line may import each other.
 BENCH_FLOORS = (
     {"record", "stats", "plain", "files", "run_folder", "empty_call"},
-    {"rounds", "suite"},
+    {"rounds", "suite", "questions"},
     {"states", "huge_pages", "models", "weight_files", "buffer_instances", "kv_sides", "kv_rings"}
     | {"side_server", "unimem_side", "llama_cpp_side", "llama_start", "decoders", "decoding"}
     | {"memory", "cgroup", "timed", "timed_side", "kv_quants", "lmcache_side"}
