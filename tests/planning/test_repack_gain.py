@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import unimem as um
+from support.models.make import write_model
+from unimem.backends.ggml_orders import find_order
 from unimem.planning import repack_gain
 from unimem.planning.repack_gain import RepackedPart, find_gain, reason_of
 
@@ -43,6 +47,18 @@ def test_without_ggml_nothing_gains(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(repack_gain, "arrange", arrange)
     assert find_gain(contents(100 * MIB)) is None
+
+
+@pytest.mark.skipif(find_order(2, (256, 64)) is None, reason="this CPU has no order for q4_0")
+def test_only_this_machines_cpu_repacks_unasked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Neither another machine's CPU is known, nor does llama.cpp repack as we do."""
+    monkeypatch.setattr(repack_gain, "_LEAST_BYTES", 0)
+    model = write_model(tmp_path / "q4_0.gguf", kind="q4_0")
+    assert um.plan(model, ctx=64).load == "repack"
+    assert um.plan(model, ctx=64, machine={"memory": "64G"}).load == "map"
+    assert um.plan(model, ctx=64, engine="llama.cpp").load != "repack"
 
 
 def test_the_reason_names_the_share_and_an_image() -> None:

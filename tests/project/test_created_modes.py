@@ -61,8 +61,8 @@ def stage_for_long(folder: Path) -> None:
     os.environ["UNIMEM_STAGING"] = str(folder / "staging")
     model = embedded_model()
     for words in (("--at", folder / "at", "--budget", "64M", model), ("--pin", model)):
-        assert show("stage", *words).code == 0
-    assert show("stage", "--drop", model).code == 0
+        assert (done := show("stage", *words)).code == 0, done
+    assert (done := show("stage", "--drop", model)).code == 0, done
     del os.environ["UNIMEM_STAGING"]
 
 
