@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,11 +21,29 @@ from support.servers.llama_server import answer_to, fake_llama
 CODE = "import sys; from unimem.cli import main; sys.exit(main())"
 
 
-def test_a_proxy_serves_until_it_is_ended(tmp_path: Path) -> None:
+def has_ipv6() -> bool:
+    with suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        return True
+    return False
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_a_proxy_serves_until_it_is_ended(address: str, tmp_path: Path) -> None:
+    if address == "::1" and not has_ipv6():
+        pytest.skip("this machine has no address ::1")
     model = make.write_model(tmp_path / "m.gguf", shape=make.TINY)
     with fake_llama(tmp_path, model) as fake:
         words = ["serve-slots", fake.url, "--store", tmp_path / "kv", "--model", model]
-        words += ["--slot-save-path", tmp_path, "--port", "0", "--disk-bytes", "64M"]
+        words += [
+            "--slot-save-path",
+            tmp_path,
+            "--port",
+            "0",
+            "--disk-bytes",
+            "64M",
+            "--address",
+            address,
+        ]
         with subprocess.Popen(
             [sys.executable, "-c", CODE, *map(str, words)], stdout=subprocess.PIPE, text=True
         ) as process:

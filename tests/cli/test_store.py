@@ -127,6 +127,8 @@ def test_chunks_of_another_size_are_listed_as_they_are(tmp_path: Path, model: Pa
         (("list", "--salt-file", "missing"), 2, "expected a file with a text in UTF-8"),
         (("list", "--salt-file", "/dev/null"), 2, "expected a text of 1 to 4096 characters"),
         (("list", "--salt-file", "/proc/version"), 2, "--salt-file is for import and export"),
+        (("list", "--options", "rope"), 2, "--options is for import"),
+        (("import", "slot", "--model", "MODEL", "--streams", "4"), 2, "--streams is for export"),
     ],
 )
 def test_wrong_usage(

@@ -110,18 +110,24 @@ def test_an_empty_file_is_dropped_as_well(folder: Path) -> None:
 
 def test_verify_names_each_damaged_chunk(folder: Path) -> None:
     assert run(folder, "verify")["n_chunks"] == 10
-    damaged = files_of(folder)[:2]
-    for path in damaged:
+    assert run(folder, "verify", "--disk-bytes", "8K")["damaged"] == []  # less than a chunk has
+    damaged = files_of(folder)[:3]
+    for path in damaged[:2]:
         with open(path, "r+b") as file:
             file.seek(5000)
             file.write(b"\xa5\xa5\xa5\xa5")
+    with open(damaged[2], "r+b") as file:
+        file.truncate(1 << 40)  # without a block of the disk
     found = run(folder, "verify", code=1)["damaged"]
+    assert [each["key"] for each in found if f"it has {1 << 40} b" in each["fault"]] == [
+        damaged[2].stem
+    ]
     assert sorted(each["key"] for each in found) == [path.stem for path in damaged]
     code, out, _ = show("store", "verify", "--store", str(folder))
-    assert (code, out.count("damaged: ")) == (1, 2)
-    assert ", 2 damaged\n" in out
+    assert (code, out.count("damaged: ")) == (1, 3)
+    assert ", 3 damaged\n" in out
     run(folder, "verify", "--drop", code=1)
-    assert run(folder, "verify")["n_chunks"] == 8
+    assert run(folder, "verify")["n_chunks"] == 7
 
 
 def test_keys_of_llama_cpp_s_prefixes_are_known(tmp_path: Path) -> None:

@@ -71,7 +71,8 @@ def test_files_of_killed_proxies_are_removed(fake: FakeLlama, tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == [tmp_path / "slot"]
 
 
-@pytest.mark.parametrize("url", ["", "127.0.0.1:80", "https://a", "http://a/v1", "http://"])
+@pytest.mark.parametrize("url", ["", "127.0.0.1:80", "https://a", "http://a/v1", "http://",
+                                 "http://a/?x=1", "http://a#b", "http://me@a"])  # fmt: skip
 def test_another_address_is_refused(url: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="http://HOST:PORT"):
         LlamaServer(url, tmp_path)

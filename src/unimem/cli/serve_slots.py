@@ -83,6 +83,7 @@ def serve_slots(
         where = (address, port)
         proxy = SlotProxy(opened, model, behind, where, options=options, log=_log)
         host, number = proxy.address
+        host = f"[{host}]" if ":" in host else host
         terminal.show(f"serving http://{host}:{number}, before {escape(behind.url)}\n")
         proxy.serve()
 

@@ -139,6 +139,8 @@ def store(
         ("--unused", unused is not None, "drop"),
         ("--drop", drops, "verify"),
         ("--salt-file", salt is not None, "import", "export"),
+        ("--options", bool(options), "import"),
+        ("--streams", streams != 1, "export"),
     ):
         if is_given and action not in of:
             raise typer.BadParameter(f"{option} is for {' and '.join(of)}")

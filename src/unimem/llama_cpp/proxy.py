@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socket import socket
+from socket import AF_INET6, socket
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,10 @@ class _Known:
     prefixes: LlamaPrefixes
     slots: ServerSlots
     n_streams: int
+
+
+class _ServerV6(ThreadingHTTPServer):
+    address_family = AF_INET6
 
 
 class SlotProxy:
@@ -123,7 +127,7 @@ class SlotProxy:
                 proxy._handle(self)
 
         try:
-            self._http = ThreadingHTTPServer(address, Handler)
+            self._http = (_ServerV6 if ":" in address[0] else ThreadingHTTPServer)(address, Handler)
         except OSError as error:
             where = "{}:{}".format(*address)
             raise OSError(error.errno, error.strerror, where) from None

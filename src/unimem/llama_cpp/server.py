@@ -38,7 +38,8 @@ class LlamaServer:
 
     def __init__(self, url: str, folder: str | os.PathLike[str]) -> None:
         parts = urlsplit(string(url, "url"))
-        if parts.scheme != "http" or not parts.hostname or parts.path.strip("/"):
+        others = parts.path.strip("/") or parts.query or parts.fragment or parts.username
+        if parts.scheme != "http" or not parts.hostname or others:
             raise ValueError(f"url: expected that of a llama-server, http://HOST:PORT, got {url!r}")
         self.url = url.rstrip("/")
         self._address = parts.hostname, parts.port or 80

@@ -270,20 +270,28 @@ def find_fault(
     return fault
 
 
+def size_fault(head: bytes, nbytes: int) -> str | None:
+    """Say what is wrong with the bytes of a file, as its first `HEADER_BYTES` have them."""
+    if len(head) < HEADER_BYTES:
+        return f"it has {len(head)} bytes, not those of a header"
+    (data_bytes,) = struct.unpack_from(
+        _HEADER.codes["data_bytes"], head, _HEADER.offsets["data_bytes"]
+    )
+    whole = HEADER_BYTES + round_up(data_bytes, HEADER_BYTES)
+    return None if nbytes == whole else f"it has {nbytes} bytes, not {whole}"
+
+
 def find_fault_alone(key: bytes, blob: NDArray[np.uint8], note: Mapping[str, object]) -> str | None:
     """Say what is wrong with all bytes of a file whose shape only its header has.
 
     The file's note may have the header's fields on rows as well (`ChunkShape.rows`).
     """
-    if len(blob) < HEADER_BYTES:
-        return f"it has {len(blob)} bytes, not those of a header"
     head = blob[:HEADER_BYTES].tobytes()
+    if (fault := size_fault(head, len(blob))) is not None:
+        return fault
     codes, offsets = _HEADER.codes, _HEADER.offsets
     sizes = {name: struct.unpack_from(codes[name], head, offsets[name])[0] for name in _SIZES}
     n, rows = max(1, sizes["n_tokens"]), sizes["n_lanes"] * sizes["row_bytes"]
-    whole = HEADER_BYTES + round_up(sizes["data_bytes"], HEADER_BYTES)
-    if whole != len(blob):
-        return f"it has {len(blob)} bytes, not {whole}"
     is_odd = rows * n != sizes["data_bytes"] if sizes["row_bytes"] else sizes["data_bytes"] % n
     if is_odd or any(note.get(name, value) != value for name, value in sizes.items()):
         return _OTHER_BYTES

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from unimem.kv.store import notes
-from unimem.kv.store.chunk import find_fault_alone
+from unimem.kv.store.chunk import HEADER_BYTES, find_fault_alone, size_fault
 from unimem.kv.store.tiers import FolderTier
 
 _MOST = 1 << 53  # of tokens, and of seconds that still have a date
@@ -219,10 +219,11 @@ def find_damaged(
 
 
 def _fault(disk: FolderTier, key: bytes, nbytes: int) -> str | None:
-    if nbytes > disk.budget_bytes:
-        return f"it has {nbytes} bytes, more than the budget"
-    blob = np.empty(nbytes, np.uint8)
     try:
+        # Memory is taken for a size that the header has, too.
+        if (fault := size_fault(disk.read_head(key, HEADER_BYTES), nbytes)) is not None:
+            return fault
+        blob = np.empty(nbytes, np.uint8)
         n = disk.read(key, blob, marks=False)
         if n != nbytes:
             return f"it has {n} bytes, not {nbytes}"

@@ -178,6 +178,12 @@ class FolderTier:
             return out.nbytes
         return 0
 
+    def read_head(self, key: bytes, nbytes: int) -> bytes:
+        """Return the first bytes of a file, whatever its size. OSError without one."""
+        with Descriptors() as fds:
+            opens = partial(os.open, dir_fd=self._fd)
+            return os.pread(fds.add(opens, _name(key), os.O_RDONLY | _OPEN), nbytes, 0)
+
     def write(
         self, key: bytes, data: NDArray[np.uint8], used_ns: int, note: dict[str, Any] | None = None
     ) -> bool:
