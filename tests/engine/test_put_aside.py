@@ -235,3 +235,6 @@ def test_a_governor_puts_idle_conversations_aside(
         governor.give_back()
         assert len(greedy(decoder, 1)) == 1
         assert decoder.kv.seq_len == 301
+        decoder.kv.trim_to(50)
+        assert decoder._put_aside_if_idle() == 0
+        assert decoder.kv.seq_len == 50  # tokens that were trimmed cannot be computed anew

@@ -437,7 +437,8 @@ class Decoder:
         try:
             if self._closed or self.kv.is_empty or forward.n_known < self.kv.next_position:
                 return 0
-            return self._put_aside(self._store)
+            # One that was trimmed could not be computed anew.
+            return 0 if self._history.is_trimmed else self._put_aside(self._store)
         finally:
             self._turn.give()
 
