@@ -32,6 +32,7 @@ ROOM_BYTES = 1 << 30  # for other memory, and for the machine
 BEST, DEFAULTS, WHEEL = PEERS = "llama.cpp", "llama.cpp, defaults", "llama.cpp, as in wheels"
 # Kinds of weights that ggml multiplies faster in another order on every x86 with AVX2.
 REPACKED: frozenset[models.Kind] = frozenset({"q4_0", "q4_k_m"})
+NOT_SEARCHED = "as 'llama.cpp': a quick run of all suites searches no better flags for it"
 NOT_REPACKED = "no tensor of this model has another order on this CPU"
 
 
@@ -82,19 +83,24 @@ class Peer(NamedTuple):
 def peers(measure: Measure, path: Path, phase: Phase) -> dict[str, Peer]:
     """Return the peers of a case, by name; those that cannot be had are left out.
 
-    With its best flags, which are measured if they are not known, llama.cpp is `BEST`. A quick run
-    does without `WHEEL`.
+    With its best flags, which are measured if they are not known, llama.cpp is `BEST`. Where time
+    is limited, they are its defaults if they are not known. A quick run does without `WHEEL`.
     """
     prompt = PROMPT if measure.quick else LONG_PROMPT
     try:
         library = llama_cpp(measure)
-        best = best_flags(measure.folder, path, library, prompt, measure.cpus)[phase]
+        of = measure.folder, path, library, prompt, measure.cpus
+        best = best_flags(*of, searches=measure.builds)[phase]
     except (NoPeer, SideError) as reason:
         for name in PEERS:
             measure.leave_out(name, str(reason))
         return {}
     measure.fact("flags_tried", best.tried)
-    found = {BEST: Peer(library, best.flags), DEFAULTS: Peer(library, Flags())}
+    found = {BEST: Peer(library, best.flags)}
+    if best.tried:
+        found[DEFAULTS] = Peer(library, Flags())
+    else:
+        measure.leave_out(DEFAULTS, NOT_SEARCHED)
     try:
         if measure.quick:
             raise NoPeer("a quick run does without it")

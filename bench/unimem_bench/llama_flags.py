@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from unimem_bench.llama_cpp import Flags
 from unimem_bench.rounds import Side, alternate
 
 Phase = Literal["prefill", "decode"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 # The weights: repacked or as they lie in the file, mapped or read to memory of its own, and that
 # memory on huge pages or not.
@@ -41,13 +42,20 @@ class Best:
 
 
 def best_flags(
-    folder: Path, model: Path, library: Path, prompt: list[int], cpus: Sequence[int]
+    folder: Path,
+    model: Path,
+    library: Path,
+    prompt: list[int],
+    cpus: Sequence[int],
+    *,
+    searches: bool = True,
 ) -> dict[Phase, Best]:
     """Return the best flags of each phase, with a thread on each CPU.
 
     They are kept in `folder` for the model, the build of llama.cpp, which names the CPU, and the
     number of threads; if they are missing there, the flags are tried, which takes minutes with a
-    large model. The model must be in the page cache. SideError if llama.cpp does not start.
+    large model, or are the defaults if nothing is searched. The model must be in the page cache.
+    SideError if llama.cpp does not start.
     """
     name = f"{model.stem}-{library.parent.name}-{len(cpus)}-threads.json"
 
@@ -55,7 +63,10 @@ def best_flags(
         found = _search(model, library, prompt, cpus)
         path.write_text(json.dumps({phase: asdict(best) for phase, best in found.items()}))
 
-    kept = made_once(folder / "llama-flags" / name, write)
+    kept = folder / "llama-flags" / name
+    if not searches and not kept.exists():
+        return {phase: Best(Flags(), {}) for phase in PHASES}
+    made_once(kept, write)
     document: dict[Phase, dict[str, Any]] = json.loads(kept.read_text())
     return {
         phase: Best(Flags(**found["flags"]), found["tried"]) for phase, found in document.items()
@@ -68,8 +79,7 @@ def _search(
     """Try the layouts of weights first, and then what else there is with the best of them."""
     try_all = partial(_try, model, library, prompt, cpus)
     speeds = try_all(LAYOUTS)
-    phases: tuple[Phase, ...] = "prefill", "decode"
-    first = {phase: _fastest(speeds, phase) for phase in phases}
+    first = {phase: _fastest(speeds, phase) for phase in PHASES}
     others = [replace(flags, flash=False) for flags in first.values()]
     others += [replace(first["prefill"], ubatch=n) for n in UBATCHES]
     speeds |= try_all(dict.fromkeys([*first.values(), *others]))
@@ -78,7 +88,7 @@ def _search(
             _fastest(speeds, phase),
             {str(flags): round(speed, 2) for (flags, of), speed in speeds.items() if of == phase},
         )
-        for phase in phases
+        for phase in PHASES
     }
 
 

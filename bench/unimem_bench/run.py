@@ -42,7 +42,7 @@ _END_S = 10.0  # that a child has to end in order when interrupted
 # take is for the others. Rounds end with the share, and everything else long after it.
 QUICK_S, MOST_QUICK_S = 115.0, 180.0
 _LEAST_S = 2.0  # of a share
-_WITH_MODELS = "snapshot load decode context stream store transformers".split()  # three shares
+_WITH_MODELS = "snapshot load decode".split()  # three shares
 
 
 class Interrupted(KeyboardInterrupt):

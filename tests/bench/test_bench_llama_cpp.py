@@ -182,6 +182,14 @@ def test_the_best_flags_are_found_for_each_phase_and_kept(
     assert json.loads(kept.read_text())["decode"]["flags"]["repack"] is False
 
 
+def test_flags_that_are_not_known_are_defaults_where_time_is_limited(tmp_path: Path) -> None:
+    best = llama_flags.best_flags(
+        tmp_path, Path("m.gguf"), tmp_path / "lib.so", PROMPT, [0], searches=False
+    )
+    assert {each.flags for each in best.values()} == {Flags()}
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_model_that_llama_cpp_does_not_open_has_no_flags(
     tmp_path: Path, monkeypatch: Patch
 ) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import unimem as um
 from support.project.bench_cases import case_of, cases_of, check_case, pretend_llama_cpp, run_case
 from unimem_bench import rounds, states, stats, suites
 from unimem_bench.suite import Case, Measure, NotMeasured, Suite
@@ -21,6 +22,13 @@ SMALL = 40
 def few_sizes(monkeypatch: Patch) -> None:
     steps = (1, 4, SMALL)
     monkeypatch.setattr(scaling, "sizes", lambda _, first, **__: [first * step for step in steps])
+
+
+def test_the_most_tensors_are_no_more_than_a_file_may_have(tmp_path: Path) -> None:
+    measure = Measure(suites.load_suite("scaling").cases[0], quick=False, folder=tmp_path)
+    n = scaling.sizes(measure, scaling.LEAST_TENSORS)[-1]
+    with um.open_weights(scaling.model_file(measure, n_tensors=n), load="map") as weights:
+        assert len(weights) == n
 
 
 @pytest.mark.usefixtures("few_sizes")

@@ -39,6 +39,7 @@ from unimem_bench import markdown
 from unimem_bench.answers import answers
 from unimem_bench.cli.run import read_records
 from unimem_bench.compare import compare, summary
+from unimem_bench.questions import QUESTIONS
 from unimem_bench.record import Record
 from unimem_bench.run import QUICK_S, Interrupted
 from unimem_bench.stats import figures
@@ -260,8 +261,12 @@ def test_a_quick_run_of_all_suites_has_its_time_and_says_what_is_left(
     measured: Measured, monkeypatch: Patch
 ) -> None:
     asked = measured(record())
-    assert show("bench", "--quick").code == 0
-    assert asked["bounded"]
+    code, _, said = show("bench", "--quick")
+    assert (code, asked["bounded"]) == (0, True)
+    left_out = set(NAMES) - {*asked["suites"], "pressure"}
+    assert left_out == {name for name in NAMES if not load_suite(name).in_quick} != set()
+    assert all(name in said for name in left_out)
+    assert {each.case.partition("/")[0] for each in QUESTIONS} <= {*asked["suites"]}
     progress = command._Progress(command.schedule(NAMES, quick=True), bounded=True)
     progress._begins = [0.0, 5.0]
     assert progress._left() == QUICK_S - 5

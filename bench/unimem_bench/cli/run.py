@@ -79,6 +79,10 @@ def measure(
     `quick`, `case` and `bounded` are as in `unimem_bench.run.run`; without a `folder`, files are
     deleted at the end. BadParameter if no case is chosen.
     """
+    slow = [name for name in names if bounded and not load_suite(name).in_quick]
+    if slow:
+        names = [name for name in names if name not in slow]
+        _tell(f"unimem: {', '.join(slow)}: not in a quick run of all, but by their names\n")
     passes = _schedule(names, quick=quick, case=case)
     absent = [name for name in _USEFUL if find_spec(name) is None]
     if absent:

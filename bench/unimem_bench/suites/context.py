@@ -23,7 +23,9 @@ from unimem_bench.models import Kind
 from unimem_bench.rounds import Side
 from unimem_bench.suite import Measure, Suite, faster_than_best
 
-SUITE = Suite("context", "How fast are prefill and decode of long contexts, beside llama.cpp?")
+SUITE = Suite(
+    "context", "How fast are prefill and decode of long contexts, beside llama.cpp?", in_quick=False
+)
 
 KIND: Kind = "q4_k_m"
 KV_DTYPES = "f16", "q8_0", "q4_0"

@@ -22,7 +22,7 @@ from unimem_bench.huge_pages import reserved
 from unimem_bench.models import Kind
 from unimem_bench.suite import Measure, NotMeasured, Suite
 
-SUITE = Suite("pages", "Which pages should weights and KV cache lie in?")
+SUITE = Suite("pages", "Which pages should weights and KV cache lie in?", in_quick=False)
 
 MAPPED = "mapped file"
 # All are compared with the first one.

@@ -31,7 +31,7 @@ from unimem_bench.suite import Measure, NotMeasured, Suite, faster, faster_than_
 from unimem_bench.suites.snapshot import require_engine
 from unimem_bench.suites.store import PREFILL, QUESTION_TOKENS, QUICK_SHARE, SETTLE_S, prompt_of
 
-SUITE = Suite("remote", "What do models and prefixes on a server cost?")
+SUITE = Suite("remote", "What do models and prefixes on a server cost?", in_quick=False)
 
 MIB = 1 << 20
 OBJECT_BYTES, QUICK_OBJECT_BYTES = 128 * MIB, 32 * MIB

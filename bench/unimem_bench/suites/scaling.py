@@ -46,6 +46,8 @@ KIB, MIB = 1 << 10, 1 << 20
 Sides = dict[float, Side]  # by size
 SidesOf = Callable[[Measure, ExitStack, int], Mapping[str, Side]]  # by name, of a size
 
+LEAST_TENSORS = 6  # and 60,000 at most: a header may have 65,536
+
 
 def sizes(measure: Measure, first: int, decades: int = 4) -> list[int]:
     """Return sizes over `decades`: one a decade, two in a full run."""
@@ -405,6 +407,7 @@ def gather(measure: Measure) -> None:
     unit="ms",
     x="tensors of the file",
     targets=[LINEAR],
+    first=LEAST_TENSORS,
     rounds=9,
     quick_rounds=3,
 )
@@ -432,7 +435,13 @@ def open_file(
 
 opening = partial(by_size, unit="ms", rounds=9, quick_rounds=3)
 grows_with = "How does opening a file grow with its"
-opening("open-tensors", f"{grows_with} tensors?", x="tensors of the file", targets=[LINEAR])(
+opening(
+    "open-tensors",
+    f"{grows_with} tensors?",
+    x="tensors of the file",
+    targets=[LINEAR],
+    first=LEAST_TENSORS,
+)(
     partial(open_file, of="n_tensors", most_of_ggml=4000)  # ggml takes seconds for more
 )
 opening(

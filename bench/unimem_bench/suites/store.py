@@ -28,7 +28,7 @@ from unimem_bench.rounds import Side, milliseconds
 from unimem_bench.suite import OURS, Measure, NotMeasured, Suite, at_most, costs, faster
 from unimem_bench.suites.snapshot import require_engine
 
-SUITE = Suite("store", "What does a store of prefixes save, and what does it cost?")
+SUITE = Suite("store", "What does a store of prefixes save, and what does it cost?", in_quick=False)
 
 IN_RAM, ON_DISK, PUT, PREFILL = "unimem, RAM", "unimem, disk", "unimem, put", "prefill"
 QUESTION_TOKENS = 16  # that follow the known ones, and are computed

@@ -44,7 +44,7 @@ from unimem_bench.timed import TimedProcess, TimedProcessError
 from unimem_bench.timed_side import PROMPT
 from unimem_bench.trained_mixture import TRAINED, trained_mixture
 
-SUITE = Suite("stream", "How fast is a model that is larger than memory?")
+SUITE = Suite("stream", "How fast is a model that is larger than memory?", in_quick=False)
 
 STREAMED, MAPPED = "unimem, streamed", "unimem, mapped"
 LLAMA, LAZY = "llama.cpp, mapped", "llama.cpp, mapped, lazy"

@@ -15,7 +15,11 @@ from unimem.base.install_hint import install_hint
 from unimem_bench.rounds import Side
 from unimem_bench.suite import Measure, NotMeasured, Suite, faster, grows
 
-SUITE = Suite("transformers", "What does a KV cache cost in transformers, and what does it gain?")
+SUITE = Suite(
+    "transformers",
+    "What does a KV cache cost in transformers, and what does it gain?",
+    in_quick=False,
+)
 
 LAYERS, HEADS, KV_HEADS, HIDDEN, VOCAB = 4, 8, 2, 256, 1000
 CONTEXTS, CONTEXTS_QUICK = (1 << 10, 1 << 13, 1 << 15), (1 << 8, 1 << 10, 1 << 12)
