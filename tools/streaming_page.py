@@ -1,8 +1,9 @@
 """Put a run of the suite `stream` into docs/streaming.md, as tables and a picture.
 
-    python tools/streaming_page.py RECORD.json
+    python tools/streaming_page.py RECORD.json [OTHER.json ...]
 
-`make bench-stream` measures, and calls it.
+Runs of other machines follow, each with tables of its own. `make bench-stream` measures, and calls
+it.
 """
 
 from __future__ import annotations
@@ -27,16 +28,23 @@ PAGE = ROOT / "docs" / "streaming.md"
 BEGIN, END = "<!-- made by make bench-stream -->", "<!-- end -->"
 SUITE, X = "stream", "room, % of the experts"
 ALT = "The time of a token by the room for experts, for each routing and read-ahead"
+OTHER_MACHINE = "On another machine:"
 MIB_KIB = 1024
 
 
-def lines(record: Record) -> Iterator[str]:
-    """Write the text between the markers; ValueError if the record has no such figures."""
+def lines(record: Record, *others: Record) -> Iterator[str]:
+    """Write the text between the markers; ValueError if a record has no such figures."""
+    tables = list(_tables(record))
+    yield from [f"![{ALT}]({PAGE.stem}/{SUITE}.svg)", "", *tables]
+    for other in others:
+        yield from ["", OTHER_MACHINE, "", *_tables(other)]
+
+
+def _tables(record: Record) -> Iterator[str]:
     cases = [case for case in record.cases() if case.suite == SUITE and case.sides]
     timed = [case for case in cases if case.name.startswith(("decode", "dense", "prefill"))]
     if not timed:
         raise ValueError(f"the record has no figures of the suite {SUITE!r}")
-    yield from [f"![{ALT}]({PAGE.stem}/{SUITE}.svg)", ""]
     yield from [*table_lines(_times(timed)), ""]
     counted = [case for case in cases if case.name.startswith("misses")]
     if counted:
@@ -105,11 +113,11 @@ def by_room(record: Record) -> Record:
 
 
 def main(arguments: list[Any]) -> None:
-    """Make tables and picture from the named record."""
-    if len(arguments) != 1:
-        sys.exit(f"usage: {Path(__file__).name} RECORD.json")
-    record = Record.read(Path(arguments[0]))
-    made = "\n".join(["", *lines(record), ""])
+    """Make tables from the named records, and the picture from the first one."""
+    if not arguments:
+        sys.exit(f"usage: {Path(__file__).name} RECORD.json [OTHER.json ...]")
+    record, *others = (Record.read(Path(name)) for name in arguments)
+    made = "\n".join(["", *lines(record, *others), ""])
     text = renew(PAGE.read_text(encoding="utf-8"), BEGIN, made, END)
     plots.save(by_room(record), PAGE.with_suffix(""), {SUITE})
     write_text(PAGE, text)

@@ -126,6 +126,12 @@ def test_the_page_shows_the_record(
     assert in_picture in (tmp_path / f"page/{suite}.svg").read_text()
 
 
+def test_the_streams_of_another_machine_have_tables_of_their_own() -> None:
+    tool = load_tool("streaming_page")
+    alone, both = (list(tool.lines(*[stream()] * n)) for n in (1, 2))
+    assert both == [*alone, "", tool.OTHER_MACHINE, "", *alone[2:]]
+
+
 @EACH
 def test_what_is_no_record_of_it_changes_nothing(suite: str) -> None:
     tool = load_tool(SHOWN[suite].tool)
@@ -142,7 +148,8 @@ def test_the_page_in_the_repository_is_of_the_record_there(suite: str) -> None:
     tool, recorded = load_tool(SHOWN[suite].tool), ROOT / f"bench/results/{suite}.json"
     made = "No run is recorded yet."
     if recorded.exists():
-        made = "\n".join(tool.lines(Record.read(recorded)))
+        others = sorted(recorded.parent.glob(f"{suite}-*.json"))  # of other machines
+        made = "\n".join(tool.lines(*map(Record.read, [recorded, *others])))
     text = tool.PAGE.read_text()
     assert tool.renew(text, tool.BEGIN, f"\n{made}\n", tool.END) == text
 
