@@ -188,7 +188,7 @@ TEST(no_memory) {
     fault_os_fail_nth_alloc(1);
     CHECK_STATUS(UM_E_NOMEM, init_status(&spec, &storage, &test_err));
     CHECK_EQ(test_err.os_errno, ENOMEM);
-    CHECK(test_err.asked > 0);
+    CHECK_EQ(test_err.asked, (uint64_t)spec.n_layers * 2 * sizeof(uint64_t)); /* two tables */
     fault_os_fail_nth_alloc(1);
     CHECK(init_status(&spec, &storage, NULL) == UM_E_NOMEM);
     fault_os_fail_nth_alloc(0);
