@@ -64,6 +64,7 @@ def test_a_proxy_serves_until_it_is_ended(address: str, tmp_path: Path) -> None:
     ("words", "match"),
     [
         ("--chunk-tokens 0", "--chunk-tokens': expected a whole number from 1 to"),
+        ("--model https://a/m.gguf", "--model': expected a file of this machine, got 'https://a/m"),
         ("--port -1", "--port': expected a whole number from 0 to 65535"),
         ("--disk-bytes 0", "--ram-bytes, --disk-bytes: expected one that is not 0"),
     ],

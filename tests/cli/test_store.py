@@ -127,6 +127,7 @@ def test_chunks_of_another_size_are_listed_as_they_are(tmp_path: Path, model: Pa
         (("list", "--salt-file", "missing"), 2, "expected a file with a text in UTF-8"),
         (("list", "--salt-file", "/dev/null"), 2, "expected a text of 1 to 4096 characters"),
         (("list", "--salt-file", "/proc/version"), 2, "--salt-file is for import and export"),
+        (("list", "--model", "s3://b/m.gguf"), 2, "expected a file of this machine, got 's3://b/m"),
         (("list", "--options", "rope"), 2, "--options is for import"),
         (("import", "slot", "--model", "MODEL", "--streams", "4"), 2, "--streams is for export"),
     ],

@@ -12,7 +12,7 @@ import typer
 from unimem.base.text import escape
 from unimem.cli import terminal
 from unimem.cli.options import Salt, number_parser, salt_of, value_option
-from unimem.cli.store import DiskBytes, Options, Store, StoreChunk, parse_bytes
+from unimem.cli.store import DiskBytes, Options, Store, StoreChunk, local_model, parse_bytes
 from unimem.kv.store.store import KVStore
 from unimem.llama_cpp.proxy import SlotProxy
 from unimem.llama_cpp.server import LlamaServer
@@ -33,7 +33,11 @@ def serve_slots(
     store: Store,
     model: Annotated[
         Path,
-        value_option("GGUF", "The server's model. Its whole file is hashed, the hash remembered."),
+        value_option(
+            "GGUF",
+            "The server's model. Its whole file is hashed, the hash remembered.",
+            parser=local_model,
+        ),
     ],
     slot_save_path: Annotated[
         Path, value_option("DIR", "The server's --slot-save-path, on this machine.")

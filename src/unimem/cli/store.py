@@ -21,7 +21,7 @@ from unimem.llama_cpp.identity import model_hash
 from unimem.llama_cpp.prefixes import LlamaPrefixes
 from unimem.llama_cpp.slot_file import read_slot_file, write_slot_file
 from unimem.llama_cpp.stored import StoredPrefix, stored_prefixes
-from unimem.remote.client import is_url
+from unimem.remote.client import is_url, shown
 from unimem.weights.opened import open_weights
 
 _SCHEMA = "unimem.store/1"
@@ -31,12 +31,26 @@ _SHOWN_TOKENS, _SHOWN_CHARACTERS = 64, 60
 
 parse_bytes = number_parser(0, 1 << 60, "8G, 500M or 0")
 
+
+def local_model(text: str) -> Path:
+    """Return the path of a model; typer.BadParameter refuses a URL."""
+    if is_url(text):
+        raise typer.BadParameter(
+            f"expected a file of this machine, got {shown(text)!r:.60}: unimem stage brings it here"
+        )
+    return Path(text)
+
+
 Store = Annotated[
     str, value_option("DIR|URL", "The store: a folder, or a URL as s3://bucket/prefix.")
 ]
 Model = Annotated[
     Path | None,
-    value_option("GGUF", "The model. Its whole file is hashed, and the hash remembered."),
+    value_option(
+        "GGUF",
+        "The model. Its whole file is hashed, and the hash remembered.",
+        parser=local_model,
+    ),
 ]
 Options = Annotated[
     str,
