@@ -255,7 +255,8 @@ bench: $(VENV)/.frameworks
 bench-stream: $(VENV)/.frameworks
 	$(BIN)/python -m unimem_bench.llama_build >/dev/null
 	$(BIN)/unimem bench stream --dir $(BUILD)/bench --output bench/results/stream.json
-	$(BIN)/python tools/streaming_page.py bench/results/stream.json $(wildcard bench/results/stream-*.json)
+	rm -f bench/results/stream-*.json  # older records of cases that this run has
+	$(BIN)/python tools/streaming_page.py bench/results/stream.json
 	$(BIN)/python tools/streaming_room.py --record bench/results/streaming-room.json
 
 # The document that is made of the runs in the repository, and all of its plots in build/bench-docs.

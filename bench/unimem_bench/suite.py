@@ -250,7 +250,7 @@ class Suite:
     # the interval of a ratio includes that spread.
     passes: int = 1
     quick_passes: int = 1
-    in_quick: bool = True  # whether a quick run of all suites has it, since it can measure then
+    in_quick: bool = True  # whether it can measure in its share of a quick run of all suites
     cases: list[Case] = field(default_factory=list)  # in the order of their declaration
 
     def case(

@@ -34,16 +34,8 @@ def test_a_proxy_serves_until_it_is_ended(address: str, tmp_path: Path) -> None:
     model = make.write_model(tmp_path / "m.gguf", shape=make.TINY)
     with fake_llama(tmp_path, model) as fake:
         words = ["serve-slots", fake.url, "--store", tmp_path / "kv", "--model", model]
-        words += [
-            "--slot-save-path",
-            tmp_path,
-            "--port",
-            "0",
-            "--disk-bytes",
-            "64M",
-            "--address",
-            address,
-        ]
+        words += ["--slot-save-path", tmp_path, "--port", "0"]
+        words += ["--disk-bytes", "64M", "--address", address]
         with subprocess.Popen(
             [sys.executable, "-c", CODE, *map(str, words)], stdout=subprocess.PIPE, text=True
         ) as process:

@@ -82,7 +82,7 @@ def measure(
     slow = [name for name in names if bounded and not load_suite(name).in_quick]
     if slow:
         names = [name for name in names if name not in slow]
-        _tell(f"unimem: {', '.join(slow)}: not in a quick run of all, but by their names\n")
+        _tell(f"unimem: a quick run of all suites leaves out {', '.join(slow)}\n")
     passes = _schedule(names, quick=quick, case=case)
     absent = [name for name in _USEFUL if find_spec(name) is None]
     if absent:
