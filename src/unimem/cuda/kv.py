@@ -570,14 +570,14 @@ class KVCache(KVDevice):
         self._arriving.append((self._lane(layer, part, stream), rows))
         return rows
 
-    def _finish_restore(self, next_position: int, n: int) -> None:
+    def _finish_restore(self, next_position: int, n: int, trimmed: int = 0) -> None:
         queue = self._current_stream()
         for address, rows in self._arriving:
             self._driver.copy(address, rows.ctypes.data, rows.nbytes, queue)
         if self._arriving:
             self._driver.synchronize(queue)
         self._arriving = []
-        super()._finish_restore(next_position, n)
+        super()._finish_restore(next_position, n, trimmed)
 
 
 def _check_restorable(there: snapshot.Snapshot | snapshot.LayersSnapshot) -> None:

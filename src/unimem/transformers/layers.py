@@ -317,7 +317,7 @@ class Group:
                 parts = zip(made._body._all_rows(layer), kv.layer(layer), strict=True)
                 for new, old in parts:
                     new[:, :, row : row + n] = old[source, :, old.shape[2] - n :]
-            made._body._finish_restore(position, n)
+            made._body._finish_restore(position, n, kv._body._first_kept())
         except BaseException:
             made.__exit__()
             raise

@@ -14,7 +14,8 @@ PAGE, MIB = 4096, 1 << 20
 FACTS: dict[str, Any] = {
     **{"n_layers": 1, "n_kv_heads": 1, "head_dim": 1, "v_head_dim": 1, "max_seq_len": 9000},
     **{"batch": 1, "dtype": "f16", "v_dtype": "f16", "rotate": False, "window": None},
-    **{"spare_rows": 0, "grow": False, "order": "token", "seq_len": 1100, "next_position": 1100},
+    **{"spare_rows": 0, "trimmed": False, "grow": False, "order": "token"},
+    **{"seq_len": 1100, "next_position": 1100},
     **{"alignment": PAGE, "chunk_bytes": MIB},
 }
 TABLES = sf.HEADER.nbytes + 8 * 2  # with a checksum of K, and one of V

@@ -379,7 +379,7 @@ NONSENSE: dict[str, list[dict[str, int]]] = {
         {"dtype": 1 | 10 << 16},
         {"dtype": 9 | 2 << 16},
     ],
-    "flags": [{"flags": 64}],
+    "flags": [{"flags": 64 + 6}, {"flags": 128}],
     "model_bytes": [{"flags": 4}, {"model_bytes": 65536}],
     "alignment": [{"alignment": 2048}, {"alignment": 12288}, {"alignment": 2 << 20}],
 }

@@ -14,6 +14,7 @@ import pytest
 import unimem as um
 from support.contracts.kv_model import as_float32, same_bits
 from support.project.tiers import examples
+from unimem.kv.snapshot import read_into
 from unimem.kv.store.chunk import LayerRows, MixedLayers, chunk_keys
 from unimem.kv.store.store import KVStore
 
@@ -106,6 +107,36 @@ def test_a_ring_that_was_trimmed_is_not_put(tmp_path: Path) -> None:
         fill(kv, ids[: 6 * CHUNK])
         with pytest.raises(ValueError, match=r"in which \d+ were dropped"):
             store.put(kv, ids[: 6 * CHUNK], model=MODEL)
+
+
+@pytest.mark.parametrize("windows", [(20, 20), (20, 8)])
+def test_a_ring_that_was_trimmed_stays_known_as_such_in_copies_and_files(
+    windows: tuple[int, int], tmp_path: Path
+) -> None:
+    """The ring has filled again since, and its rows do not show that they saw less."""
+    ids, file = list(range(8 * CHUNK)), tmp_path / "kv"
+    layers = [um.LayerKV(4, 256, window=n, dtype="f32") for n in windows]
+    with (
+        opened(tmp_path / "s") as store,
+        um.KVCache(layers=layers, max_seq_len=128, spare_rows=16) as kv,
+    ):
+        fill(kv, ids[: 6 * CHUNK])
+        kv.save(file)
+        with um.KVCache.restore(file, mode="copy") as whole:
+            assert store.put(whole, ids[: 6 * CHUNK], model=MODEL) >= 0
+        assert kv.trim_to(5)
+        fill(kv, ids[: 7 * CHUNK])
+        kv.save(file)
+        kv.clear()
+        read_into(kv, file)
+        for each in (
+            kv,
+            kv.copy(),
+            um.KVCache.restore(file),
+            um.KVCache.restore(file, mode="copy"),
+        ):
+            with each, pytest.raises(ValueError, match=r"in which \d+ were dropped"):
+                store.put(each, ids[: 7 * CHUNK], model=MODEL)
 
 
 def test_a_hit_never_ends_without_its_window(tmp_path: Path) -> None:

@@ -439,9 +439,7 @@ cdef class OneKindCache(KVStorage):
             other._begin_restore(position, n)
             for lane in self._lanes():
                 self.copy_rows(other._restore_rows(*lane, n, position), self._rows(*lane))
-            other._finish_restore(position, n)
-            if self.kv.spec.window != 0:  # what was dropped before the copied tokens is known
-                um.um_kv_set_first(&other.kv, self.kv.first, position - n)
+            other._finish_restore(position, n, self.kv.first)
         except BaseException:
             other.end()
             raise

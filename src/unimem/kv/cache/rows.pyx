@@ -674,6 +674,10 @@ cdef class KVRows:
         return [(layer, part, stream) for layer in range(s.n_layers) for part in "kv"
                 for stream in range(s.batch)]
 
+    def _first_kept(self) -> int:
+        """Return the position before which tokens were trimmed, not those that a ring lost."""
+        return self.kv.first
+
     def _begin_restore(self, next_position: int, n: int) -> None:
         """Clear the cache, and make room for n tokens up to a position."""
         cdef uint64_t count = n, most = self.kv.spec.window or self.kv.spec.max_seq_len
@@ -686,11 +690,13 @@ cdef class KVRows:
         if self.kv.spec.window == 0 and count > self.kv.usable_rows:
             self.make_rows(0, count)
 
-    def _finish_restore(self, next_position: int, n: int) -> None:
-        """Count the tokens that were written."""
+    def _finish_restore(self, next_position: int, n: int, trimmed: int = 0) -> None:
+        """Count the tokens that were written; a ring notes before which position it was trimmed."""
         cdef um.um_error err
         if um.um_kv_adopt(&self.kv, next_position, n, &err) != um.UM_OK:
             raise_status(err.status, &err, f"KVCache '{self.name}'")
+        if trimmed and self.kv.spec.window != 0:
+            um.um_kv_set_first(&self.kv, trimmed, next_position - n)
 
     # ---- figures ----
 

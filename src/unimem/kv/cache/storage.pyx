@@ -775,10 +775,6 @@ cdef class KVStorage(KVRows):
         self.begin_change()
         um.um_kv_append_end(&self.kv, index, size_of(n, "n"))
 
-    def _first_kept(self) -> int:
-        """Return the position before which tokens were trimmed, not those that a ring lost."""
-        return self.kv.first
-
     def _oldest_position(self) -> int:
         """Return the first position that still has a row in every layer, visible or not."""
         return um.um_kv_oldest_position(&self.kv)

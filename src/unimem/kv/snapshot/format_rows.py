@@ -25,7 +25,7 @@ MAGIC = b"UNIMEMKV"
 NEWEST = 3
 # In the file a dtype is its index here.
 DTYPES = KV_TYPES
-_GROW, HAS_MODEL, HAS_TOKENS, _BY_HEAD, _V_DIM, _ROTATED = 1, 2, 4, 8, 16, 32
+_GROW, HAS_MODEL, HAS_TOKENS, _BY_HEAD, _V_DIM, _ROTATED, _TRIMMED = 1, 2, 4, 8, 16, 32, 64
 # The upper half of `head_dim` is the size of V's heads, if that differs.
 _MOST_HALF = 0xFFFF
 
@@ -183,6 +183,8 @@ class Snapshot(Section):
         Whether heads are stored rotated, and whether the cache's storage grew with its tokens.
     window, spare_rows : int or None, int
         The tokens that a ring shows, and its rows beyond them.
+    trimmed : bool
+        Whether first tokens of a ring were trimmed: later tokens never saw them.
     order : {"token", "head"}
         Whether a row of a lane has all heads of a token, or each head has a lane.
     row_bytes, v_row_bytes : int
@@ -200,6 +202,7 @@ class Snapshot(Section):
     rotate: bool
     window: int | None
     spare_rows: int
+    trimmed: bool
     grow: bool
     order: Order
     row_bytes: int
@@ -259,6 +262,7 @@ class Snapshot(Section):
     def _head(self) -> NDArray[np.uint8]:
         """Return all bytes before the data: the header and the tables."""
         flags = _GROW * self.grow | _BY_HEAD * (self.order == "head") | _ROTATED * self.rotate
+        flags |= _TRIMMED * self.trimmed
         head_dim = self.head_dim
         if head_dim != self.v_head_dim:
             flags |= _V_DIM
@@ -407,12 +411,13 @@ def checked_header(head: bytes, file_bytes: int, path: str, base: int = 0) -> He
 def _check_dims(values: HeaderFields) -> None:
     """Check the dimensions of a cache, and decode its types, order and sizes of heads."""
     check, flags = values.check, values["flags"]
-    check(flags < 2 * _ROTATED, "flags", "no bit but 1, 2, 4, 8, 16 and 32")
+    check(flags < 2 * _TRIMMED, "flags", "no bit but 1, 2, 4, 8, 16, 32 and 64")
     values["v_head_dim"] = values["head_dim"]
     if flags & _V_DIM:
         values["v_head_dim"], values["head_dim"] = divmod(values["head_dim"], _MOST_HALF + 1)
         check(values["v_head_dim"] != values["head_dim"], "head_dim", "another size of V's heads")
     values["rotate"], values["grow"] = bool(flags & _ROTATED), bool(flags & _GROW)
+    values["trimmed"] = bool(flags & _TRIMMED)
     for name in ("n_layers", "n_kv_heads", "head_dim", "batch", "max_seq_len"):
         check(values[name] >= 1, name, "at least 1")
     values["order"] = "head" if flags & _BY_HEAD else "token"
@@ -462,6 +467,10 @@ def _check_tokens(values: HeaderFields) -> None:
     check_most("max_seq_len", MAX_SEQ_LEN if window else min(max_rows, MAX_SEQ_LEN))
     check_most("window", min(max_rows, values["max_seq_len"]))
     values.check(not (window and values["grow"]), "window", "none in a cache that grows")
+    is_possible = window and values["next_position"] > values["seq_len"]
+    values.check(
+        is_possible or not values["trimmed"], "flags", "64 only of a ring that lacks tokens"
+    )
     check_most("spare_rows", max_rows - window if window else 0)
     check_most("seq_len", min(window or values["max_seq_len"], values["next_position"]))
 
@@ -501,7 +510,7 @@ def checked_tables(values: HeaderFields, data: NDArray[np.uint8]) -> Snapshot:
     tokens, model = ids_and_model(values, tables)
     same = """
         n_layers n_kv_heads head_dim max_seq_len batch dtype v_dtype v_head_dim rotate
-        spare_rows seq_len next_position row_bytes alignment data_offset lane_stride
+        spare_rows trimmed seq_len next_position row_bytes alignment data_offset lane_stride
         chunk_bytes file_bytes order grow
     """.split()
     return Snapshot(

@@ -65,10 +65,16 @@ class Cache(_Body, Protocol):
     def _begin_restore(self, next_position: int, n: int) -> None:
         """Prepare for n tokens that end at a position."""
 
+    def _first_kept(self) -> int:
+        """Return the position before which tokens were trimmed."""
+
     def _restore_rows(
         self, layer: int, part: Literal["k", "v"], stream: int, n: int, next_position: int
     ) -> NDArray[np.uint8]:
         """Return the memory into which the tokens of one lane are read."""
+
+    def _finish_restore(self, next_position: int, n: int, trimmed: int = 0) -> None:
+        """Adopt the tokens that were read; a ring notes before which position it was trimmed."""
 
 
 @runtime_checkable

@@ -423,7 +423,9 @@ def _read(kv: Cache, snapshot: Snapshot, source: SnapshotBytes, *, verify: bool)
     kv._begin_restore(position, n)
     rows = [kv._restore_rows(*lane, n, position) for lane in snapshot.lanes] if n else []
     read_rows(rows, snapshot, source, verify=verify)
-    kv._finish_restore(position, n)
+    # Without a window, the missing tokens are those that were trimmed.
+    is_trimmed = snapshot.trimmed or not snapshot.window
+    kv._finish_restore(position, n, position - n if is_trimmed else 0)
 
 
 def _read_states(

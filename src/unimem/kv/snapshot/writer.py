@@ -107,6 +107,7 @@ def _rows_section(kv: Cache, target: _Target, base: int) -> _Section:
         # A fixed cache may have fewer rows because of its budget_bytes.
         "max_seq_len": kv.max_seq_len if kv.window else min(kv.max_seq_len, kv.n_rows),
         "spare_rows": kv.n_rows - kv.window if kv.window else 0,
+        "trimmed": bool(kv.window and kv._first_kept()),
         "seq_len": kv.seq_len,
         "next_position": kv.next_position,
         "alignment": mmap.PAGESIZE,
