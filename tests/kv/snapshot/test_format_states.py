@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ import xxhash
 
 import unimem as um
 from unimem.errors import SnapshotError
+from unimem.kv.snapshot import describe, read_into
 from unimem.kv.snapshot import format_states as fs
+from unimem.kv.snapshot.format_rows import MAX_POSITION
 
 PAGE = 4096
 FACTS: dict[str, Any] = {
@@ -106,3 +109,22 @@ def test_larger_states_than_a_cache_can_have_are_not_saved() -> None:
         fs.new(FACTS | {"max_checkpoints": 1 << 40}, None, None, "path")
     with pytest.raises(SnapshotError, match="cut off"):
         read(HEAD, MADE.file_bytes - 1)
+
+
+def test_states_alone_have_room_for_any_tokens(tmp_path: Path) -> None:
+    layers, file, most = [um.LayerState((4,))], tmp_path / "kv", MAX_POSITION
+    with (
+        um.KVCache(layers=layers, max_seq_len=16) as kv,
+        um.KVCache(layers=layers, max_seq_len=16) as other,
+    ):
+        kv.reserve(17)
+        kv.commit(17)
+        kv.save(file)
+        assert read_into(other, file).seq_len == other.seq_len == 17
+        kv.reserve(most)
+        kv.commit(most)
+        with pytest.raises(ValueError, match=f"positions below {most}"):
+            kv.save(file)
+        assert describe(file).seq_len == 17
+    with pytest.raises(ValueError, match=r"max_seq_len: expected at most 2\*\*32 - 1"):
+        um.KVCache(layers=layers, max_seq_len=2**32)

@@ -114,7 +114,7 @@ def test_a_ring_that_was_trimmed_stays_known_as_such_in_copies_and_files(
     windows: tuple[int, int], tmp_path: Path
 ) -> None:
     """The ring has filled again since, and its rows do not show that they saw less."""
-    ids, file = list(range(8 * CHUNK)), tmp_path / "kv"
+    ids, file = list(range(9 * CHUNK)), tmp_path / "kv"
     layers = [um.LayerKV(4, 256, window=n, dtype="f32") for n in windows]
     with (
         opened(tmp_path / "s") as store,
@@ -125,7 +125,7 @@ def test_a_ring_that_was_trimmed_stays_known_as_such_in_copies_and_files(
         with um.KVCache.restore(file, mode="copy") as whole:
             assert store.put(whole, ids[: 6 * CHUNK], model=MODEL) >= 0
         assert kv.trim_to(5)
-        fill(kv, ids[: 7 * CHUNK])
+        fill(kv, ids)
         kv.save(file)
         kv.clear()
         read_into(kv, file)
@@ -135,8 +135,26 @@ def test_a_ring_that_was_trimmed_stays_known_as_such_in_copies_and_files(
             um.KVCache.restore(file),
             um.KVCache.restore(file, mode="copy"),
         ):
+            assert each.seq_len == max(windows)
             with each, pytest.raises(ValueError, match=r"in which \d+ were dropped"):
-                store.put(each, ids[: 7 * CHUNK], model=MODEL)
+                store.put(each, ids, model=MODEL)
+
+
+@pytest.mark.parametrize("other", [None, 64])
+def test_a_file_of_trimmed_rings_keeps_what_wider_layers_hold(
+    other: int | None, tmp_path: Path
+) -> None:
+    layers = [um.LayerKV(1, 64, window=16), um.LayerKV(1, 64, window=other)]
+    with um.KVCache(layers=layers, max_seq_len=256) as kv:
+        fill(kv, list(range(50)))
+        kv.trim_to(40)
+        fill(kv, list(range(100)))
+        kv.save(tmp_path / "kv")
+        with um.KVCache.restore(tmp_path / "kv") as made, kv.copy() as copied:
+            assert made.seq_len == copied.seq_len == kv.seq_len == (64 if other else 90)
+            for each in (made, copied):
+                with pytest.raises(ValueError, match="cannot be dropped"):
+                    each.crop(each.seq_len - 6)  # the window of the small ring was overwritten
 
 
 def test_a_hit_never_ends_without_its_window(tmp_path: Path) -> None:

@@ -144,6 +144,8 @@ cdef class LayeredKVCache:
         cdef size_t n_checkpoints = size_of(wanted.checkpoints, "checkpoints")
         cdef bint is_growing = flag(wanted.grow, "grow")
         cdef LayerStates kept = None
+        if most >= 2**32:
+            raise ValueError(f"max_seq_len: expected at most 2**32 - 1, got {most}")
         batch, order, budget_bytes = wanted.batch, wanted.order, wanted.budget_bytes
         layers = check_layers(wanted.layers, most, wanted.dtype)
         one_of(order, "order", ("token", "head"))

@@ -24,6 +24,7 @@ from unimem.kv.snapshot.format_rows import (
     HAS_MODEL,
     HAS_TOKENS,
     MAX_CACHE_BYTES,
+    MAX_POSITION,
     MAX_SEQ_LEN,
     Section,
     check_model,
@@ -146,6 +147,11 @@ def new(
         raise ValueError(
             f"a snapshot is of states of at most {format_bytes(MAX_CACHE_BYTES)} with their "
             f"checkpoints, and these have {format_bytes(nbytes)} each"
+        )
+    if facts["next_position"] >= MAX_POSITION:
+        raise ValueError(
+            f"a snapshot is of positions below {MAX_POSITION}, and the next one here is "
+            f"{facts['next_position']}"
         )
     counts = {
         "state_bytes": nbytes,

@@ -235,7 +235,7 @@ class OpenSnapshot:
         ids = None if tokens is None else token_ids(tokens)
         _check_wanted(_sections_of(snapshot)[0], ids, model)
         pairs = _check_like(kv, snapshot, "window" if last else "")
-        if snapshot.seq_len > kv.max_seq_len:
+        if pairs and snapshot.seq_len > kv.max_seq_len:  # states alone have room for any
             raise CacheFull(
                 f"{snapshot.path}: {snapshot.seq_len} tokens, and the cache has room for "
                 f"{kv.max_seq_len}: make it with a larger max_seq_len",
@@ -423,9 +423,10 @@ def _read(kv: Cache, snapshot: Snapshot, source: SnapshotBytes, *, verify: bool)
     kv._begin_restore(position, n)
     rows = [kv._restore_rows(*lane, n, position) for lane in snapshot.lanes] if n else []
     read_rows(rows, snapshot, source, verify=verify)
-    # Without a window, the missing tokens are those that were trimmed.
-    is_trimmed = snapshot.trimmed or not snapshot.window
-    kv._finish_restore(position, n, position - n if is_trimmed else 0)
+    trimmed = position - n
+    if snapshot.window:  # of a full ring it is only known that tokens were trimmed
+        trimmed = int(snapshot.trimmed and n == snapshot.window)
+    kv._finish_restore(position, n, trimmed)
 
 
 def _read_states(
