@@ -421,6 +421,26 @@ def test_requests_and_limits_of_a_container(
     assert show(*words, "--kubernetes", "--json").code == 2
 
 
+def test_a_pool_that_pages_auto_takes_is_in_the_container_s_limits() -> None:
+    yaml = pytest.importorskip("yaml", reason="PyYAML (extra test) reads the answer")
+    words = ("plan", "--threads", "1", "--memory", "1G", "--pool", "2m=480", "--batch", "1000")
+    made = json.loads(show(*words, "--json").out)
+    limits = yaml.safe_load(show(*words, "--kubernetes").out)["resources"]["limits"]
+    assert made["pool_bytes"] == {"2m": 500 << 20}
+    assert limits["hugepages-2Mi"] == "500Mi"
+    assert int(limits["memory"].removesuffix("Mi")) < 100
+    assert show(*words).lines[0].startswith("Fits: 5")
+    assert " of 64.0 MiB" in show(*words).lines[0]
+
+
+@pytest.mark.parametrize("words", ["--load copy", "--pages 2m", "--lock", "--weights-budget 1M"])
+def test_an_option_that_a_gpu_does_not_have_is_wrong_usage(words: str) -> None:
+    screen = show("plan", "--device", "cuda:0", *words.split())
+    assert screen.code == 2
+    assert f"{words.split(maxsplit=1)[0]}=" in screen.err
+    assert "a plan for a GPU is of its memory" in screen.err
+
+
 def test_on_a_terminal() -> None:
     screen = show_on_terminal("plan")
     assert screen.code == 0

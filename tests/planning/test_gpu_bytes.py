@@ -73,7 +73,29 @@ def test_sessions_on_a_gpu_and_their_longest_context(host_gpu: Any) -> None:
     assert (chosen.ctx, chosen.max_ctx, rows["kv"]) == (4096, 8192, n * 4 * MIB)
     assert needed == sum(rows.values()) + RESERVE_BYTES
     assert sum(rows.values()) & RESERVE_BYTES
+    # A least context is planned, whether it fits or not.
+    fewer = figures(min_ctx=8000)[0]
+    assert (fewer.ctx, fewer.fits) == (8000, True)
     # Room for one page of history of each session.
     for more, reserve in (({}, RESERVE_BYTES), ({"ctx": 9}, 0)):
         host_gpu.total_bytes += reserve + sum(rows.values()) - n * 2 * MIB - host_gpu.free_bytes()
         assert figures(**more)[0].max_ctx == 2 * MIB // token
+    assert (figures(min_ctx=8000)[0].ctx, figures(min_ctx=8000)[0].fits) == (8000, False)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"load": "stream"},
+        {"load": "copy"},
+        {"weights_budget": "1M"},
+        {"pages": "2m"},
+        {"numa": "bind:0"},
+        {"lock": True},
+        {"strict": True},
+    ],
+)
+def test_what_a_gpu_does_not_have_is_refused(option: dict[str, Any]) -> None:
+    (name,) = option
+    with pytest.raises(ValueError, match=f"{name}=.*: a plan for a GPU"):
+        um.plan(um.ModelDims(64, 172, 8, 4, 8, 512, 5, 512), device="cuda:0", **option)

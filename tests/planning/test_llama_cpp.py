@@ -297,3 +297,23 @@ def test_advice_for_llama_cpp_is_what_it_has(tmp_path: Path) -> None:
     asked = {name for one in plan.advice for name in one.options}
     assert {"ctx", "sessions", "kv_dtype"} <= asked
     assert "window" not in asked
+    assert "ggml" not in plan.facts
+
+
+def test_advice_on_earlier_prompts_is_of_one_server(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", "qwen35", CASES["every fourth"][1])
+
+    def advised(memory: str, **options: Any) -> tuple[str, Any]:
+        machine = {"memory": memory}
+        plan = um.plan(path, engine="llama.cpp", ctx=256, process=True, machine=machine, **options)
+        (found,) = (one for one in plan.advice if "cache_ram" in one.options)
+        assert found.fits
+        return found.text, found.options["cache_ram"]
+
+    text, size = advised("12G", sessions=2)
+    assert "instead of 8,192" in text
+    assert 5000 < int(size.removesuffix("M")) < 6144
+    needed = um.plan(path, engine="llama.cpp", ctx=256, cache_ram=0).total_bytes
+    assert advised(f"{needed + (1 << 19)}")[1] == "0"
+    with pytest.raises(ValueError, match="cache_ram: expected a size, as in 8G, got '50%'"):
+        um.plan(path, engine="llama.cpp", cache_ram="50%", machine={"memory": "128G"})

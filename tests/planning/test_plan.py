@@ -308,6 +308,21 @@ def test_permanent_memory_need_not_fit_again(model: Path, available: Any, option
         assert not um.plan(weights, ctx=100).fits
 
 
+def test_this_process_is_counted_once(
+    model: Path, available: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that ends gives back its private memory, which has its copies of files."""
+    available(GIB)
+    monkeypatch.setattr("unimem.planning.plan.own_bytes", lambda: 5 << 20)
+    with um.open_weights(model, load="copy") as weights:
+        taken = sum(block.nbytes for block in weights.blocks)
+        assert um.plan(weights).checks[0].available_bytes > GIB + taken
+        assert um.plan(weights, process=True).checks[0].available_bytes == GIB + (5 << 20)
+    assert um.plan(model, process=True).checks[0].available_bytes == GIB + (5 << 20)
+    elsewhere = um.plan(model, machine={"memory": "64M"}, load="stream").checks[0]
+    assert elsewhere.available_bytes == elsewhere.limit_bytes == 64 << 20
+
+
 def test_file_pages_are_dropped_when_needed(model: Path, available: Any) -> None:
     with um.open_weights(model, load="map", warm=True) as weights:
         needed = um.plan(weights, ctx=100).required_bytes

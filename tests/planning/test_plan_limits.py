@@ -308,6 +308,21 @@ def test_a_pool_of_huge_pages(room: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     assert inside.required_bytes == inside.total_bytes > 0
 
 
+def test_bound_blocks_share_the_pool_of_a_node() -> None:
+    """A node has 125 pages: one conversation's cache takes 100, and the second lies in RAM."""
+    dims = um.ModelDims(64, 172, 8, 4, 8, 512, 5, 512)
+    options: dict[str, Any] = {"ctx": 512, "threads": 1, "batch": 655, "numa": "bind:0"}
+    machine = {"memory": "900M", "nodes": 2, "pools": {"2m": 250}}
+    one, two = (um.plan(dims, machine=machine, sessions=n, **options) for n in (1, 2))
+    assert one.fits
+    assert one.pool_bytes == two.pool_bytes
+    assert 190 * MIB < one.pool_bytes["2m"] <= 250 * MIB
+    assert two.checks[0].needed_bytes - one.checks[0].needed_bytes > 190 * MIB
+    alone = machine | {"nodes": 1}
+    anywhere = um.plan(dims, machine=alone, sessions=2, **options)
+    assert anywhere.pool_bytes["2m"] == 2 * one.pool_bytes["2m"]
+
+
 @pytest.mark.parametrize(
     ("numa", "names", "needed"),
     [

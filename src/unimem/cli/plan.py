@@ -30,7 +30,7 @@ from unimem.planning.hosts import find_host
 from unimem.planning.llama_cpp import Engine
 from unimem.planning.plan import MOST_SESSIONS
 from unimem.planning.plan import plan as make_plan
-from unimem.planning.result import Plan, Verdict, plan_lines
+from unimem.planning.result import Plan, Verdict, plan_lines, room_bytes
 
 _EXITS: dict[Verdict, int] = {
     "fits": OK,
@@ -229,14 +229,11 @@ def _resources(plan: Plan) -> Iterator[str]:
     figures = {"cpu": f'"{plan.threads}"'}
     yield f"# unimem plan: {plan.verdict}, {plan.ctx or 'unknown'} tokens of context"
     if nbytes is None:
-        nbytes = plan.total_bytes
+        nbytes = room_bytes(plan)
         yield "# the program's own memory is not known, and comes on top"
     figures["memory"] = _mebibytes(nbytes)
-    for check in plan.checks:
-        if found := re.fullmatch("hugetlb pool of (2m|1g) pages", check.name):
-            figures[f"hugepages-{found[1][:-1]}{found[1][-1].upper()}i"] = _mebibytes(
-                check.needed_bytes
-            )
+    for size, in_pool in plan.pool_bytes.items():
+        figures[f"hugepages-{size[:-1]}{size[-1].upper()}i"] = _mebibytes(in_pool)
     yield "resources:"
     for kind in ("requests", "limits"):
         yield f"  {kind}:"
@@ -256,7 +253,7 @@ def _usage() -> Iterator[None]:
     except ValueError as error:
         text = str(error)
         names = "window|slots|engine|draft|mmproj and draft|device|weights_budget|cache_ram"
-        if re.match(f"({names})[:=]", text):
+        if re.match(f"({names})[:=]", text) or ": a plan for a GPU" in text:
             text = text.replace("weights_budget", "weights-budget", 1)
             text = text.replace("cache_ram", "cache-ram", 1)
             raise typer.BadParameter(f"--{text}") from None

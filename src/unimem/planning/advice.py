@@ -88,14 +88,14 @@ def _list_changes(plan: Plan, replan: Replan) -> Iterator[tuple[str, dict[str, A
         yield "do not lock it: then the kernel may swap it out", {"lock": False}
     prompts = sum(row.nbytes for row in plan.rows if row.category == "prompts")
     if prompts:
-        most = prompts >> 20
+        most = (prompts >> 20) // plan.sessions
 
         def fits(n: int) -> bool:
             return is_as_asked(replan({"cache_ram": n << 20}))
 
         n = find_largest(most - 1, fits)
         text = f"{n:,} MiB of earlier prompts instead of {most:,} (llama-server --cache-ram {n})"
-        yield text, {"cache_ram": f"{n}M"}
+        yield text, {"cache_ram": f"{n}M" if n else "0"}
     if plan.sessions > 1:
         n = find_largest(plan.sessions - 1, lambda n: is_as_asked(replan({"sessions": n})), least=1)
         text = f"{format_count(n, 'conversation')} at a time instead of {plan.sessions:,}"

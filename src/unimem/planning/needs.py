@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -108,14 +108,15 @@ class Budget:
 
     def __init__(self, machine: MachineBudget) -> None:
         self._machine = machine
-        self._pages: dict[str, int] = {}
+        self._pages: dict[str, list[tuple[int, tuple[int, ...]]]] = {}  # with the bound nodes
         self._on_nodes: dict[int, int] = {}
         self._locked_bytes = 0
 
     def copy(self) -> Budget:
         """Copy it, promises included."""
         other = Budget(self._machine)
-        other._pages, other._on_nodes = dict(self._pages), dict(self._on_nodes)
+        other._pages = {size: list(taken) for size, taken in self._pages.items()}
+        other._on_nodes = dict(self._on_nodes)
         other._locked_bytes = self._locked_bytes
         return other
 
@@ -124,14 +125,19 @@ class Budget:
         if not self._pages:
             return self._machine.pools
         return {
-            size: self._subtract(pool, self._pages.get(size, 0))
+            size: self._subtract(pool, self._pages.get(size, []))
             for size, pool in self._machine.pools.items()
         }
 
-    def _subtract(self, pool: HugePool, n_pages: int) -> HugePool:
-        taken = n_pages * pool.page_bytes
-        groups = tuple(replace(one, used_bytes=one.used_bytes + taken) for one in pool.cgroups)
-        return replace(pool, reserved=pool.reserved + n_pages, cgroups=groups)
+    def _subtract(self, pool: HugePool, taken: list[tuple[int, tuple[int, ...]]]) -> HugePool:
+        n_pages = sum(n for n, _ in taken)
+        nbytes = n_pages * pool.page_bytes
+        groups = tuple(replace(one, used_bytes=one.used_bytes + nbytes) for one in pool.cgroups)
+        on_nodes = dict(pool.nodes)
+        for n, bound in taken:
+            _use_pages(on_nodes, bound, n)
+        reserved = pool.reserved + n_pages
+        return replace(pool, reserved=reserved, cgroups=groups, nodes=on_nodes)
 
     def nodes(self) -> Mapping[int, Node]:
         """Return the nodes with their remaining memory."""
@@ -176,12 +182,22 @@ class Budget:
         choice = found.choice
         if found.is_hugetlb:
             n_pages = found.nbytes // _PAGE_BYTES[choice.pages]
-            self._pages[choice.pages] = self._pages.get(choice.pages, 0) + n_pages
+            numa = choice.numa
+            nodes = () if numa is None or numa.mode != "bind" else numa.nodes
+            self._pages.setdefault(choice.pages, []).append((n_pages, nodes))
         else:
             self.lock(locked_bytes(found.nbytes, choice.lock, request))
             for node, share in self._machine.node_shares(choice.numa, found.nbytes).items():
                 self._on_nodes[node] = self._on_nodes.get(node, 0) + share
         return found
+
+
+def _use_pages(on_nodes: dict[int, tuple[int, int]], bound: Iterable[int], n: int) -> None:
+    """Deduct n pages from those of bound nodes, which the kernel fills one after the other."""
+    for node in bound:
+        total, free = on_nodes.get(node, (0, 0))
+        on_nodes[node] = total, max(0, free - n)
+        n = max(0, n - free)
 
 
 def locked_bytes(nbytes: int, lock: Lock, request: Request) -> int:
@@ -217,6 +233,10 @@ class Need:
         The requested policy.
     taken_bytes : int
         The part of `ram_bytes` that is there already.
+    is_private : bool
+        Whether these bytes are private memory of this process, and go when it ends.
+    pool_bytes : dict of str to int
+        Bytes that lie in pools of hugetlb pages, by page size.
     on_nodes : dict of int to int
         For a copy of mirrored weights: its node and its bytes in RAM, even if the node has no room
         and the rows lack it.
@@ -231,6 +251,8 @@ class Need:
     lock_bytes: int = 0
     numa: NumaPolicy | None = None
     taken_bytes: int = 0
+    is_private: bool = False
+    pool_bytes: dict[str, int] = field(default_factory=dict)
     on_nodes: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -349,6 +371,7 @@ class Storage:
             rows={**({category: rest} if rest else {}), **parts},
             ram_bytes=0 if found.is_hugetlb else found.nbytes,
             asked_bytes=asked,
+            pool_bytes={found.choice.pages: found.nbytes} if found.is_hugetlb else {},
             lock_bytes=0 if asked else locked_bytes(found.nbytes, self.lock, request),
             numa=self.numa,
         )

@@ -280,6 +280,13 @@ class PlanOptions:
             if window is not None:
                 raise ValueError(f"window={window}: a GPU has no ring, which is mapped twice")
             device = int(found[1])
+            others = {"load": given["load"], "weights_budget": budget} | given["placement"]
+            for name, value in others.items():
+                if value not in (None, False, "auto"):
+                    raise ValueError(
+                        f"{name}={value!r}: a plan for a GPU is of its memory, into which the "
+                        "weights are copied: leave it out"
+                    )
         engine, slots = given["engine"], given["slots"]
         if engine not in (None, "unimem", "llama.cpp"):
             raise ValueError(f"engine: expected unimem or llama.cpp, got {engine!r:.40}")
@@ -345,7 +352,9 @@ def _count(name: str, value: object, most: int) -> int:
 
 
 def _size(name: str, value: int | str | None) -> int | None:
-    """Check a size, which may be 0."""
+    """Check a size, which may be 0, and no share of a machine that need not be the planned one."""
+    if isinstance(value, str) and "%" in value:
+        raise ValueError(f"{name}: expected a size, as in 8G, got {value!r}")
     return None if value is None else 0 if value in (0, "0") else parse_size(value, name)
 
 
@@ -367,6 +376,8 @@ class _Planner:
             is_gguf=self._source.facts["format"] == "GGUF",
             with_others=self._beside is not None,
         )
+        if options.engine == "llama.cpp":
+            self._facts.pop("ggml", None)
         if options.threads is None:
             weight_bytes = sum(self._source.by_type().values())
             n_threads = default_threads(weight_bytes, self._host.thread_count())
@@ -439,8 +450,6 @@ class _Planner:
         budget = Budget(self._machine)
         fixed = self._source.weights(mode, storage, budget, options.sessions)
         n_weights = len(fixed)
-        if self._is_elsewhere:
-            fixed = [replace(need, taken_bytes=0) for need in fixed]
         if options.engine == "unimem" and self._source.shape.dims is not None:
             fixed.append(diagnostics_need())
         fixed += [] if beside is None else beside.weights(storage, budget, options.sessions)
@@ -461,8 +470,7 @@ class _Planner:
             raise ValueError(f"window: expected at most the context, {ctx}, got {options.window}")
         found = needs(ctx or 1)
         if streamed is not None and not streamed.is_open:
-            rest = sum(need.room_bytes - need.taken_bytes for need in found[n_weights:])
-            rest += self._process(found) - self._ended_bytes
+            rest = self._missing(found[n_weights:], self._process(found))
             streamed.divide(options.weights_budget, self._machine.memory, rest)
             budget = Budget(self._machine)
             fixed[:n_weights] = self._source.weights(mode, storage, budget, options.sessions)
@@ -484,6 +492,7 @@ class _Planner:
             weights_budget=None if streamed is None else streamed.division.nbytes,
             reading=self._reading(streamed, spilled, options.engine),
             unread_bytes=sum(need.unread_bytes for need in found),
+            pool_bytes=_pool_bytes(found),
             scratch_bytes=session.scratch_bytes(ctx or 1),
             history_bytes=session.history_bytes(ctx) if ctx is not None else 0,
             **self._container(found),
@@ -517,6 +526,22 @@ class _Planner:
             need.room_bytes for need in needs if "kv" in need.rows or "scratch" in need.rows
         )
         return self._process_bytes + max(0, self._making_bytes - later)
+
+    def _taken(self, needs: list[Need]) -> int:
+        """Return the bytes that are there already, and those of this process, if it ends before.
+
+        Private memory of this process is among the latter. It is on no other machine, and counts
+        in no other cgroup.
+        """
+        if self._is_elsewhere:
+            return 0
+        stays = self._host is limits and not self._ended_bytes
+        taken = sum(need.taken_bytes for need in needs if stays or not need.is_private)
+        return taken + self._ended_bytes
+
+    def _missing(self, needs: list[Need], process_bytes: int) -> int:
+        """Return the bytes of needs and a process that are not there yet."""
+        return sum(need.room_bytes for need in needs) + process_bytes - self._taken(needs)
 
     def _reading(
         self, streamed: StreamedWeights | None, spilled_bytes: int, engine: Engine | None
@@ -637,8 +662,7 @@ class _Planner:
         """
         is_later = options is not None and options.process
         nbytes = sum(need.loose_bytes for need in needs)
-        rest = sum(need.room_bytes - need.taken_bytes for need in needs)
-        rest += self._process(needs) - self._ended_bytes
+        rest = self._missing(needs, self._process(needs))
         most = 0
         found = limits.room_for_files(
             self._machine.memory,
@@ -658,7 +682,7 @@ class _Planner:
 
     def _checks(self, needs: list[Need], storage: Storage) -> tuple[Check, ...]:
         needed = sum(need.room_bytes for need in needs) + self._process(needs)
-        taken = sum(need.taken_bytes for need in needs) + self._ended_bytes
+        taken = self._taken(needs)
         files = sum(need.loose_bytes for need in needs)
         checks = [
             Check(
@@ -783,7 +807,8 @@ class _Planner:
             room = free - kept
             most = shape.longest_ctx(None)
             max_ctx = find_largest(most, lambda tokens: needed(tokens) <= room, asked=ctx or 0)
-            ctx = max(1, min(DEFAULT_CTX, max_ctx)) if ctx is None else ctx
+            if ctx is None:
+                ctx = max(min(options.min_ctx, shape.max_ctx or _MOST), min(DEFAULT_CTX, max_ctx))
         rows = types | {"weights:padding": weights - sum(types.values())}
         if ctx is not None:
             rows["kv"] = n * round_to_pages(history(ctx))
@@ -824,6 +849,11 @@ def _session_needs(session: Session | LlamaSession, ctx: int, n: int, budget: Bu
     for _ in range(n - 1):
         found += session.needs(ctx, budget)
     return found
+
+
+def _pool_bytes(needs: list[Need]) -> dict[str, int]:
+    found = {size: sum(need.pool_bytes.get(size, 0) for need in needs) for size in policy.HUGETLB}
+    return {size: nbytes for size, nbytes in found.items() if nbytes}
 
 
 def _rows(needs: list[Need]) -> tuple[Row, ...]:

@@ -159,6 +159,8 @@ class Plan:
     unread_bytes : int
         Bytes of the rows of a mapped file that no token reads, since they are repacked: they need
         no room.
+    pool_bytes : dict of str to int
+        Bytes of the rows that lie in pools of hugetlb pages, by page size: no other limit has them.
     available_bytes : int
         Main memory that this process may take now, including weights that it has taken already: the
         least of the checks.
@@ -223,6 +225,7 @@ class Plan:
     history_bytes: int
     model_ctx: int | None = None
     unread_bytes: int = 0
+    pool_bytes: dict[str, int] = field(default_factory=dict)
     layers: tuple[KeptLayer, ...] = ()
     engine: Engine = "unimem"
     slots: str | None = None
@@ -641,6 +644,11 @@ def _as_options(options: dict[str, Any]) -> str:
     )
 
 
+def room_bytes(plan: Plan) -> int:
+    """Return the bytes of main memory in which nothing spills, outside of hugetlb pools."""
+    return plan.total_bytes - plan.unread_bytes - sum(plan.pool_bytes.values())
+
+
 def _verdict(surface: Surface, plan: Plan) -> str:
     """Write the verdict in one line."""
     worst = find_worst_check(plan, strict=False)
@@ -651,7 +659,7 @@ def _verdict(surface: Surface, plan: Plan) -> str:
         name = shorten(escape(worst.name), surface.width - len(start) - len(end))
         return start + name + end
     if plan.verdict == "at least":
-        known = _of(plan.total_bytes - plan.unread_bytes, plan.available_bytes)
+        known = _of(room_bytes(plan), plan.available_bytes)
         what = "what is computed for" if NO_COMPUTE in plan.unknown else "the cache of"
         start, end = f"At least {known}: {what} ", " is not known."
         name = escape(plan.facts.get("architecture") or "this file")
@@ -663,7 +671,7 @@ def _verdict(surface: Surface, plan: Plan) -> str:
         there = sum(row.nbytes for row in plan.rows if row.category.startswith("weights"))
         streams = [f"{_of(there, plan.reading.whole_bytes)} in RAM", _per_second(plan.reading)]
         return f"Streams: {', '.join(filter(None, streams))}. {_largest(plan)}"
-    needed = plan.total_bytes - plan.unread_bytes + plan.process_bytes
+    needed = room_bytes(plan) + plan.process_bytes
     fits = [_of(needed, plan.available_bytes)]
     is_computed = plan.engine == "unimem" or any(row.category == "compute" for row in plan.rows)
     fits += [] if is_computed else ["compute buffers not counted"]

@@ -401,7 +401,13 @@ class WeightsSource(_HeaderSource):
             on_tape = weights._tape is not None
             in_pool = not on_tape and weights.blocks[0].granted.pages in policy.HUGETLB
             ram = 0 if in_pool else nbytes
-            found = Need(_add_padding(types, nbytes), ram_bytes=ram, taken_bytes=ram)
+            found = Need(
+                _add_padding(types, nbytes),
+                ram_bytes=ram,
+                taken_bytes=ram,
+                is_private=True,
+                pool_bytes={weights.blocks[0].granted.pages: nbytes} if in_pool else {},
+            )
         return [found, *(repacked.needs(storage, budget, sessions) if repacked else ()), headers]
 
     def _measure_held(self) -> _Unevictable:
@@ -450,7 +456,7 @@ def _describe(
 def _headers_need(files: Iterable[ModelFile]) -> Need:
     """Return the need of copied headers, which stay while the files are open."""
     nbytes = sum(file.header.copied_bytes for file in files)
-    return Need({"other": nbytes}, ram_bytes=nbytes, taken_bytes=nbytes)
+    return Need({"other": nbytes}, ram_bytes=nbytes, taken_bytes=nbytes, is_private=True)
 
 
 def _measure_unevictable(file: ModelFile, block: Block) -> _Unevictable:
