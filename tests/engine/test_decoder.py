@@ -160,11 +160,25 @@ def test_clear_talk_begins_a_new_conversation(decoder: Decoder) -> None:
 
 
 def test_a_new_conversation_ends_an_old_generator(decoder: Decoder) -> None:
-    old = decoder.generate(PROMPT, 50, stop_at_eog=False)
-    next(old)
-    decoder.reset()
-    with pytest.raises(RuntimeError, match="new conversation"):
-        list(old)
+    for begin in (
+        decoder.reset,
+        lambda: decoder.set_tokens([5, 6]),
+        lambda: decoder.set_tokens([*PROMPT, 5]),
+    ):
+        old = decoder.generate(PROMPT, 50, stop_at_eog=False)
+        next(old)
+        begin()
+        ids = decoder.token_ids.tolist()
+        with pytest.raises(RuntimeError, match="new conversation"):
+            list(old)
+        assert decoder.token_ids.tolist() == ids
+
+
+def test_a_prompt_may_change_after_the_call(decoder: Decoder) -> None:
+    prompt = np.array(PROMPT, np.int32)
+    text = decoder.generate(prompt, 6)
+    prompt[:] = 7
+    assert list(text) == list(decoder.generate(PROMPT, 6))
 
 
 def test_seeds(decoder: Decoder) -> None:
@@ -185,6 +199,12 @@ def test_seeds(decoder: Decoder) -> None:
             break
         pieces.append(stream.push(token))
     assert "".join(pieces) + stream.flush() == text(1)
+
+    def begin_anew() -> list[int]:
+        decoder.set_tokens(PROMPT[:1])
+        return [decoder.generate_next_token(seed=1, **options) for _ in range(5)]
+
+    assert begin_anew() == begin_anew()
 
 
 def test_generate_stops_where_the_file_says(decoder: Decoder, tmp_path: Path) -> None:

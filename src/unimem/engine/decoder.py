@@ -820,9 +820,10 @@ class Decoder:
     def _keep_first(self, n: int) -> int:
         """Drop all tokens but the first n, or all if these cannot stay; return how many stay."""
         kv = self.kv
-        if not self._history.is_trimmed:
+        if n and not self._history.is_trimmed:
             with suppress(ValueError, RuntimeError):  # a window does not reach back so far
                 kv.crop(kv.seq_len - (kv.next_position - n))  # a window has dropped others
+                self._forward.n_talks += 1
                 return n
         self.reset()
         return 0
@@ -984,9 +985,9 @@ class Decoder:
 
 
 def _checked_tokens(tokens: Iterable[int], vocab_size: int) -> NDArray[Any]:
-    """Return an array of at least one token id, all of them known."""
+    """Return at least one token id, all of them known: an array that no caller changes."""
     try:
-        array = np.asarray(tokens if isinstance(tokens, np.ndarray) else list(tokens))
+        array = np.array(tokens if isinstance(tokens, np.ndarray) else list(tokens))
     except (TypeError, ValueError):
         raise TypeError(f"tokens: expected token ids, got {tokens!r:.60}") from None
     if array.ndim != 1 or not len(array):

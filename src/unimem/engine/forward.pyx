@@ -150,11 +150,10 @@ cdef class ForwardPass:
     """
     #: tally: Tally
     #: compute_address: int
+    #: n_talks: int
     #: bring_back: Callable[[], object] | None
     #: @property
     #: def n_ids(self) -> int: ...
-    #: @property
-    #: def n_talks(self) -> int: ...
     #: @property
     #: def logits_end(self) -> int: ...
     #: @property
@@ -166,7 +165,7 @@ cdef class ForwardPass:
     cdef public object tally  # of unimem.accounting.published, which counts tokens
     cdef readonly ThreadCount threads
     cdef readonly uint64_t n_ids  # positions whose ids were noted; see `n_known`
-    cdef readonly uint64_t n_talks  # conversations that have ended
+    cdef public uint64_t n_talks  # conversations that have ended
     cdef readonly uint64_t logits_end  # the position after the token of the logits; 0 without
     cdef readonly int64_t compute_ns  # time within ggml's compute call so far
     cdef readonly int64_t computed_ns  # when that ended last, of the monotonic clock
@@ -352,8 +351,8 @@ cdef class ForwardPass:
     def advance(self, uint64_t talk, int64_t token, options: Sampling, stop: frozenset[int]) -> int:
         """Compute a token unless it is below 0, and choose the next one; -1 if that is in `stop`.
 
-        The same seed continues a sequence of choices until `forget`, since when `n_talks` is no
-        longer `talk`, and this raises RuntimeError; otherwise it raises as `step` and `sample`.
+        The same seed continues a sequence of choices until `forget`. Once `n_talks` is no longer
+        `talk`, this raises RuntimeError; otherwise it raises as `step` and `sample`.
         """
         cdef bint is_end
         self._turn.enter()
