@@ -13,7 +13,7 @@ import pytest
 
 import unimem as um
 from support.models.decoders import WIDE_HEADS as SHAPE
-from support.models.decoders import interrupted, logits_of, tokens
+from support.models.decoders import greedy, interrupted, logits_of, tokens
 from support.models.make import write_model
 from unimem.engine import Decoder, UnsupportedModel
 from unimem.engine.stored_prefixes import model_name
@@ -141,6 +141,21 @@ def test_tokens_of_other_batches_are_not_put(model: Path, store: um.KVStore) -> 
             assert store.stat().restored_chunks == n_restored
         decoder.reset()
         assert np.array_equal(logits_of(decoder, ids, 3)[1], logits)
+
+
+def test_a_resumed_conversation_has_no_whole_batches(
+    model: Path, store: um.KVStore, tmp_path: Path
+) -> None:
+    with opened(model) as decoder:
+        decoder.prefill(PROMPT[:100])
+        greedy(decoder, 156)
+        decoder.save_session(tmp_path / "session")
+    with opened(model, store) as decoder:
+        decoder.prefill(tokens(256, seed=1))
+        decoder.resume(tmp_path / "session")
+        before = store.stat().put_chunks
+        decoder.prefill(PROMPT[:128])
+        assert store.stat().put_chunks == before
 
 
 def test_models_of_one_fingerprint_are_told_apart(tmp_path: Path, model: Path) -> None:

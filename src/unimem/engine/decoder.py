@@ -736,6 +736,8 @@ class Decoder:
             self._drop_aside()
             self.kv.clear()
             self._forward.forget()
+            if self._prefixes is not None:
+                self._prefixes.forget()
             self._tally.hold(0, 0)
         refresh()
 

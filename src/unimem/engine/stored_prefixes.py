@@ -47,6 +47,10 @@ class Prefixes:
             raise TypeError(f"store: expected a unimem.KVStore, got {store!r:.60}")
         self._store, self._model, self._batch = store, model_name(weights), batch
         self.n_restored = self.n_stored = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin a new conversation."""
         self._n_seen = 0  # tokens of the conversation that were restored, or put if possible
         self._n_whole = 0  # first tokens that were computed in whole batches, or restored
         self._goes_on = False  # whether a prompt continues behind these
