@@ -145,6 +145,19 @@ def test_a_ring_s_session_needs_a_context_for_its_positions(model: Path, path: P
             just.generate_next_token()
 
 
+def test_so_does_a_session_of_layers_that_all_slide(tmp_path: Path, path: Path) -> None:
+    model = write_model(tmp_path / "m.gguf", "gemma3", SHAPE, "f32")
+    with Decoder(model, ctx=CTX, threads=1) as decoder:
+        assert decoder.kv.window
+        decoder.prefill(tokens(100))
+        decoder.save_session(path)
+    with Decoder(model, ctx=99, threads=1) as shorter:
+        shorter.prefill([3])
+        with pytest.raises(um.CacheFull, match="session of 100 tokens"):
+            shorter.resume(path)
+        assert shorter.token_ids.tolist() == [3]
+
+
 def test_the_cache_may_be_cropped_or_trimmed(model: Path, decoder: Decoder, path: Path) -> None:
     decoder.prefill(tokens(100))
     decoder.kv.crop(60)

@@ -716,8 +716,8 @@ class Decoder:
                 f"token {saved.tokens.max()} is not among the model's {self.dims.vocab_size}",
                 path=name,
             )
-        # With a window the context limits positions, not tokens.
-        n = saved.next_position if self.window else saved.seq_len
+        # With rings alone the context limits positions, not tokens.
+        n = saved.next_position if self._history.parts[0].window else saved.seq_len
         if n > self.ctx or saved.next_position > _MOST_POSITIONS:
             raise CacheFull(
                 f"{name}: a session of {n} token{'s' * (n > 1)} does not fit in the context of "
