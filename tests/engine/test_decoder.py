@@ -334,6 +334,9 @@ def test_lengths_are_checked_first(decoder: Decoder) -> None:
     logits = decoder.prefill(PROMPT).copy()
     with pytest.raises(um.CacheFull, match=f"a prompt of {len(PROMPT)} tokens and {CTX} more"):
         decoder.generate(PROMPT, CTX)
+    with pytest.raises(um.CacheFull, match=f"a prompt of {CTX - 1} tokens and 5 more"):
+        decoder.generate([1] * (CTX - 1), np.uint8(5))  # type: ignore[arg-type]
+    assert list(decoder.generate(PROMPT, np.uint8(0))) == []  # type: ignore[arg-type]
     assert decoder.kv.seq_len == len(PROMPT)
     np.testing.assert_array_equal(decoder.logits, logits)
     list(decoder.generate(PROMPT, CTX - len(PROMPT) + 1, stop_at_eog=False))

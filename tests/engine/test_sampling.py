@@ -91,6 +91,7 @@ def test_damaged_logits_are_no_choice(value: float, temperature: float) -> None:
     ("name", "value"),
     [
         *(("temperature", value) for value in (-0.1, float("nan"), float("inf"), "1", True)),
+        pytest.param("temperature", 10**400, id="temperature-too large"),
         *(("top_p", value) for value in (0.0, 1.01, None)),
         *(("top_k", value) for value in (-1, 2.0, True)),
         *(("seed", value) for value in (-1, 0.5)),
@@ -99,3 +100,12 @@ def test_damaged_logits_are_no_choice(value: float, temperature: float) -> None:
 def test_options_out_of_range(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{name}: expected"):
         Sampling(**{name: value})
+
+
+def test_numbers_of_numpy_are_as_python_s() -> None:
+    logits = np.arange(300, dtype="float32")
+    given: Any = np.float32(0.5), np.uint8(40), np.float16(0.5), np.uint8(3)
+    options = Sampling(*given)
+    assert options == Sampling(0.5, 40, 0.5, 3)
+    assert [type(value) for value in vars(options).values()] == [float, int, float, int]
+    assert sample(logits, options, np.random.default_rng(0)) > 250

@@ -24,7 +24,7 @@ from unimem.engine.history import History
 from unimem.engine.memory_report import list_parts, make_report
 from unimem.engine.model_memory import DecoderOptions, ModelMemory
 from unimem.engine.put_aside import PutAside
-from unimem.engine.sampling import Sampling
+from unimem.engine.sampling import Sampling, count
 from unimem.engine.stored_prefixes import Prefixes, model_name
 from unimem.engine.streamed import header_of
 from unimem.engine.thread_count import ThreadCount
@@ -910,8 +910,7 @@ class Decoder:
         self._check_open()
         options = Sampling(temperature, top_k, top_p, seed)
         stops = flag(stop_at_eog, "stop_at_eog")
-        if not isinstance(n, (int, np.integer)) or isinstance(n, bool) or n < 0:
-            raise ValueError(f"n: expected an integer from 0 on, got {n!r}")
+        n = count(n, "n")
         if isinstance(prompt_or_tokens, str):
             prompt_or_tokens = self.tokenize(prompt_or_tokens)
         tokens = _checked_tokens(prompt_or_tokens, self.dims.vocab_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Sampling:
-    """Checked options of `Decoder.generate`.
+    """Checked options of `Decoder.generate`, as Python's numbers.
 
     Raises
     ------
@@ -26,20 +27,35 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature: expected a number from 0 on, got {self.temperature!r}")
-        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+        made: dict[str, Any] = {
+            "temperature": _number(self.temperature),
+            "top_p": _number(self.top_p),
+            "top_k": count(self.top_k, "top_k"),
+            "seed": None if self.seed is None else count(self.seed, "seed"),
+        }
+        if not 0 <= made["temperature"] < math.inf:
+            raise ValueError(
+                f"temperature: expected a number from 0 on, got {self.temperature!r:.60}"
+            )
+        if not 0 < made["top_p"] <= 1:
             raise ValueError(f"top_p: expected a number above 0 and up to 1, got {self.top_p!r}")
-        for name, count in (("top_k", self.top_k), ("seed", self.seed)):
-            if name == "seed" and count is None:
-                continue
-            if not isinstance(count, (int, np.integer)) or isinstance(count, bool) or count < 0:
-                raise ValueError(f"{name}: expected an integer from 0 on, got {count!r}")
+        vars(self).update(made)
 
 
-def _is_number(value: Any) -> bool:
+def _number(value: Any) -> float:
+    """Return a number as a `float`, and NaN for one that is too large, and for anything else."""
     kinds = (int, float, np.integer, np.floating)
-    return isinstance(value, kinds) and not isinstance(value, bool)
+    if isinstance(value, kinds) and not isinstance(value, bool):
+        with suppress(OverflowError):
+            return float(value)
+    return math.nan
+
+
+def count(value: Any, name: str) -> int:
+    """Return an integer from 0 on, or NumPy's, as an `int`; raise ValueError for anything else."""
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{name}: expected an integer from 0 on, got {value!r:.60}")
+    return int(value)
 
 
 def sample(logits: NDArray[Any], options: Sampling, rng: np.random.Generator | None) -> int:
