@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,13 @@ def test_a_ring_that_no_process_could_map_is_refused() -> None:
 
 
 # ---- the window ----
+
+
+def test_a_window_may_be_a_small_integer_of_numpy_s(tmp_path: Path) -> None:
+    window: Any = np.uint8(200)
+    with ring(window) as kv:
+        kv.save(tmp_path / "ring")
+        assert type(kv.window) is int
 
 
 @pytest.mark.parametrize("batch", [1, 2])

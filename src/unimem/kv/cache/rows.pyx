@@ -154,7 +154,7 @@ cdef class KVRows:
         self.dtype, self.v_dtype = dtypes
         self._dtype, self._v_dtype = numpy_type(spec.type), numpy_type(spec.v_type)
         self.name = string(wanted.name, "name", "kv")
-        self.window = wanted.window
+        self.window = spec.window or None
         self.budget_bytes = (None if wanted.budget_bytes is None
                              else bytes_of(wanted.budget_bytes, "budget_bytes", 1))
         return 0
