@@ -465,6 +465,19 @@ def test_closing(model: Path, tmp_path: Path) -> None:
     assert not session.exists()
 
 
+def test_a_tape_may_take_the_weights_back(model: Path) -> None:
+    with um.Tape("4M") as tape:
+        weights = um.open_weights(model, tape=tape)
+        with Decoder(weights, ctx=CTX, threads=1) as decoder:
+            text = decoder.generate(PROMPT, 50, stop_at_eog=False)
+            next(text)
+            greedy(decoder, 2)
+            tape.clear()
+            for use in (decoder.generate_next_token, lambda: next(text)):
+                with pytest.raises(um.ClosedError, match="took the memory back"):
+                    use()
+
+
 @pytest.mark.usefixtures("gives_memory_back")
 @pytest.mark.parametrize("load", ["map", "copy", "direct"])
 def test_a_borrowed_layout_is_not_closed(model: Path, load: Any) -> None:

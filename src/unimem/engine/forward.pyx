@@ -28,6 +28,7 @@ from unimem.kv.cache.one_kind cimport OneKindCache
 #: from unimem.accounting.published import Tally
 #: from unimem.engine.graph import Arrays, Graph
 #: from unimem.engine.history import History
+#: from unimem.weights.loading import Lifetime
 
 cdef extern from "<stdbool.h>":
     ctypedef bint c_bool "bool"
@@ -187,13 +188,15 @@ cdef class ForwardPass:
     cdef Team *_team
     cdef PieceReader _reader  # of streamed weights, or None
     cdef Reading *_reading
+    cdef object _lifetime  # of weights that a tape may take back, or None
     cdef int (*_argmax)(void *, cnp.npy_intp, cnp.npy_intp *, void *) noexcept nogil
     cdef bint _is_closed
 
     def __init__(self, decode: Graph, prefill: Graph, history: History, inputs: Arrays,
                  cnp.ndarray logits not None: NDArray[Any], cnp.ndarray ids not None: NDArray[Any],
                  *, ThreadCount threads not None, Turn turn not None,
-                 PieceReader reader: PieceReader | None = None) -> None:
+                 PieceReader reader: PieceReader | None = None,
+                 lifetime: Lifetime | None = None) -> None:
         cdef OneKindCache cache
         cdef int i
         self._prefill_graph = prefill
@@ -208,6 +211,7 @@ cdef class ForwardPass:
         self._logits, self._ids = logits, ids
         self._ctx, self._batch = ids.shape[0], prefill.batch
         self.threads, self._turn, self._reader = threads, turn, reader
+        self._lifetime = lifetime
         self._reading = NULL if reader is None else &reader.reading
         self._tokens = <int32_t *><uintptr_t>inputs.tokens
         self._positions = <int32_t *><uintptr_t>inputs.positions
@@ -529,6 +533,8 @@ cdef class ForwardPass:
     cdef int _check(self) except -1:
         if self._is_closed:
             raise ClosedError("the Decoder is closed")
+        if self._lifetime is not None and self._lifetime._ended:
+            self._lifetime.check()  # says how
         if self._team.is_lost:
             ggml.require_threads(self.threads.most)
         if self.bring_back is not None:

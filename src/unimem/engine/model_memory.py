@@ -25,7 +25,14 @@ from unimem.remote.client import is_url
 from unimem.remote.transfers import TRIES
 from unimem.system import limits, policy
 from unimem.system.placement import PlacementOptions
-from unimem.weights.loading import EngineLoad, LoadRequest, Progress, check_load, way_of
+from unimem.weights.loading import (
+    EngineLoad,
+    Lifetime,
+    LoadRequest,
+    Progress,
+    check_load,
+    way_of,
+)
 from unimem.weights.opened import (
     Weights,
     WeightsCopy,
@@ -304,6 +311,11 @@ class ModelMemory:
     def tensors(self) -> Mapping[str, Tensor]:
         """The tensors that the decoder reads; of mirrored weights, those of one copy."""
         return (self.weights if self.reader is None else self.reader.contents).tensors
+
+    @property
+    def lifetime(self) -> Lifetime | None:
+        """The lifetime of weights on a tape, which may take their memory back; None for others."""
+        return None if self.weights._tape is None else self.weights._opened().lifetime
 
     @property
     def blocks(self) -> tuple[Block, ...]:
