@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,16 +144,58 @@ def test_a_graph_that_fails_counts_no_token(decoder: Decoder, prompt: list[int])
     assert greedy(decoder, 3) == expected
 
 
+@contextmanager
+def handling(handler: Callable[..., None]) -> Iterator[None]:
+    """Have SIGINT call a handler."""
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("prompt", [[3], tokens(7)], ids=["a step", "a batch"])
 def test_a_handler_may_end_the_decoder(model: Path, prompt: list[int]) -> None:
     decoder = Decoder(model, ctx=300, threads=1)
-    before = signal.signal(signal.SIGINT, lambda *_: decoder.__exit__())
-    try:
-        with interrupted(decoder, raised=um.ClosedError):
-            decoder.prefill(prompt)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with (
+        handling(lambda *_: decoder.__exit__()),
+        interrupted(decoder, raised=um.ClosedError),
+    ):
+        decoder.prefill(prompt)
     assert decoder.layout.closed
+
+
+@pytest.mark.parametrize("prompt", [[3], tokens(7)], ids=["a step", "a batch"])
+def test_a_handler_cannot_change_the_conversation(
+    decoder: Decoder, prompt: list[int], tmp_path: Path
+) -> None:
+    session, new = tmp_path / "session", tokens(9, seed=1)
+    decoder.save_session(session)
+    with um.KVStore(tmp_path / "store", ram_bytes=0, disk_bytes=1 << 20) as store:
+        for call in (
+            decoder.reset,
+            lambda: decoder.resume(session),
+            lambda: decoder.put_aside(store),
+            lambda: decoder.set_tokens(new),
+            lambda: decoder.prefill(new),
+        ):
+
+            def refused(*_: object, call: Callable[[], object] = call) -> None:
+                with pytest.raises(RuntimeError, match="while tokens are computed"):
+                    call()
+                raise KeyboardInterrupt
+
+            with handling(refused), interrupted(decoder):
+                decoder.prefill(prompt)
+            assert decoder.token_ids.tolist() == tokens(5)
+    with handling(lambda *_: decoder.kv.clear()), interrupted(decoder, raised=ArithmeticError):
+        with pytest.raises(RuntimeError, match="dropped, by clear or rollback"):
+            decoder.prefill(prompt)
+        raise ArithmeticError
+    assert not len(decoder.token_ids)
+    expected = decoder.prefill(new).copy()
+    decoder.reset()
+    assert np.array_equal(decoder.prefill(new), expected)
 
 
 def test_a_graph_that_was_half_made_is_made_anew(

@@ -414,6 +414,7 @@ class Decoder:
         """Do so, in the decoder's turn."""
         if self._aside is not None:
             return 0
+        self._forward.require_idle()
         n = self._known_tokens()
         if self._history.is_trimmed:
             raise RuntimeError("tokens were trimmed: the conversation cannot be put aside")
@@ -732,8 +733,15 @@ class Decoder:
     # ---- computing ----------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Begin a new conversation. The memory stays."""
+        """Begin a new conversation. The memory stays.
+
+        Raises
+        ------
+        RuntimeError
+            This is a signal handler that interrupts a computation.
+        """
         with self._turn:
+            self._forward.require_idle()
             self._drop_aside()
             self.kv.clear()
             self._forward.forget()

@@ -189,6 +189,7 @@ cdef class ForwardPass:
     cdef PieceReader _reader  # of streamed weights, or None
     cdef Reading *_reading
     cdef object _lifetime  # of weights that a tape may take back, or None
+    cdef int64_t _n_reserved  # rows for the tokens that are being computed; -1: none are computed
     cdef int (*_argmax)(void *, cnp.npy_intp, cnp.npy_intp *, void *) noexcept nogil
     cdef bint _is_closed
 
@@ -211,7 +212,7 @@ cdef class ForwardPass:
         self._logits, self._ids = logits, ids
         self._ctx, self._batch = ids.shape[0], prefill.batch
         self.threads, self._turn, self._reader = threads, turn, reader
-        self._lifetime = lifetime
+        self._lifetime, self._n_reserved = lifetime, -1
         self._reading = NULL if reader is None else &reader.reading
         self._tokens = <int32_t *><uintptr_t>inputs.tokens
         self._positions = <int32_t *><uintptr_t>inputs.positions
@@ -314,6 +315,19 @@ cdef class ForwardPass:
         return 0
 
     # ---- computing ----
+
+    def require_idle(self) -> None:
+        """Raise RuntimeError in a signal handler that came while tokens are computed."""
+        if self._n_reserved >= 0:
+            raise RuntimeError("a signal handler cannot change the conversation while tokens are "
+                               "computed: do so after that call")
+
+    cdef int _begin(self, int64_t n_reserved) except -1:
+        """Begin to compute tokens, for which so many rows will be reserved."""
+        self.require_idle()
+        self._check()  # may compute a conversation that was put aside
+        self._n_reserved = n_reserved
+        return 0
 
     def require_room(self, int64_t n) -> None:
         """Raise `CacheFull` unless n more tokens fit."""
@@ -431,7 +445,7 @@ cdef class ForwardPass:
         cdef int i
         self._turn.enter()
         try:
-            self._check()
+            self._begin(0)
             self._begin_change()
             end = self._position()
             for i in range(self._n_parts):
@@ -443,23 +457,27 @@ cdef class ForwardPass:
             self.logits_end = end
             self._tell(0)
         finally:
+            self._n_reserved = -1
             self._turn.leave()
 
     cdef int _step(self, int32_t token) except -1:
         cdef uint64_t position
-        self._check()
-        self._begin_change()
-        position = self._position()
-        self._reserve(1)
-        self.logits_end = 0
+        self._begin(1)
         try:
-            self._compute_token(token, position)
-            self.note_tokens(position, &token, 1)
-            self.logits_end = position + 1
-            self._commit(1)
-        except BaseException:
-            self._kv.rollback()
-            raise
+            self._begin_change()
+            position = self._position()
+            self._reserve(1)
+            self.logits_end = 0
+            try:
+                self._compute_token(token, position)
+                self.note_tokens(position, &token, 1)
+                self.logits_end = position + 1
+                self._commit(1)
+            except BaseException:
+                self._kv.rollback()
+                raise
+        finally:
+            self._n_reserved = -1
         return 0
 
     cdef int _compute_token(self, int32_t token, int64_t position) except -1:
@@ -503,32 +521,35 @@ cdef class ForwardPass:
         cdef const int32_t *given = <const int32_t *>cnp.PyArray_DATA(ids)
         cdef int64_t position, i = 0, batch, most = self._batch, n = ids.shape[0], spent
         cdef int part, status
-        self._check()
-        position = self._position()
-        self._reserve(n)
-        self.logits_end = 0
+        self._begin(n)
         try:
-            while i < n:
-                batch = min(most, n - i)
-                if batch != self._prefill.n_tokens:
-                    self._prefill.n_tokens = 0  # until it is complete
-                    self._prefill_graph.resize(batch)
-                    self._load(&self._prefill, self._prefill_graph)
-                with nogil:
-                    for part in range(self._n_parts):
-                        self._show_batch(part, i, batch)
-                    self._write_batch(given + i, batch, position + i)
-                    status = self._run(&self._prefill, self.threads.most, 0, &spent)
-                if not self._end(status, batch):
-                    i += batch
-                elif self._reading.status == um.UM_E_FULL:
-                    most = batch // 2
-            self.note_tokens(position, given, n)
-            self.logits_end = position + n
-            self._commit(n)
-        except BaseException:
-            self._kv.rollback()
-            raise
+            position = self._position()
+            self._reserve(n)
+            self.logits_end = 0
+            try:
+                while i < n:
+                    batch = min(most, n - i)
+                    if batch != self._prefill.n_tokens:
+                        self._prefill.n_tokens = 0  # until it is complete
+                        self._prefill_graph.resize(batch)
+                        self._load(&self._prefill, self._prefill_graph)
+                    with nogil:
+                        for part in range(self._n_parts):
+                            self._show_batch(part, i, batch)
+                        self._write_batch(given + i, batch, position + i)
+                        status = self._run(&self._prefill, self.threads.most, 0, &spent)
+                    if not self._end(status, batch):
+                        i += batch
+                    elif self._reading.status == um.UM_E_FULL:
+                        most = batch // 2
+                self.note_tokens(position, given, n)
+                self.logits_end = position + n
+                self._commit(n)
+            except BaseException:
+                self._kv.rollback()
+                raise
+        finally:
+            self._n_reserved = -1
 
     cdef int _check(self) except -1:
         if self._is_closed:
@@ -553,6 +574,10 @@ cdef class ForwardPass:
             self._reader.check_files()  # runs Python, and so handlers as well
         self._check()
         self._begin_change()
+        for cache in self._caches:
+            if (<OneKindCache>cache)._reserved != <uint64_t>self._n_reserved:
+                raise RuntimeError("the rows of tokens that are being computed were dropped, by "
+                                   "clear or rollback in a signal handler: none of them counts")
         if status == SUCCESS:
             return False
         if self._reading != NULL and self._reading.status != um.UM_OK:
