@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ import pytest
 import unimem as um
 from support.models.decoders import Computation, computing_by, greedy, interrupted, tokens
 from support.models.make import TINY, write_model
+from unimem.accounting.published import Tally
 from unimem.engine import Decoder
 from unimem.engine.forward import ForwardPass
 from unimem.engine.graph import Graph
@@ -196,6 +198,21 @@ def test_a_handler_cannot_change_the_conversation(
     expected = decoder.prefill(new).copy()
     decoder.reset()
     assert np.array_equal(decoder.prefill(new), expected)
+
+
+def test_a_conversation_that_begins_between_batches_stays_as_it_is(model: Path) -> None:
+    with Decoder(model, ctx=300, window=50, threads=1) as decoder:
+
+        def begin_anew(*_: int) -> None:  # as a signal handler would
+            holds.stop()
+            decoder.reset()
+            decoder.prefill([5])
+
+        holds = patch.object(Tally, "hold", begin_anew)
+        holds.start()
+        with pytest.raises(RuntimeError, match="signal handler began another conversation"):
+            decoder.prefill(tokens(200))
+        assert decoder.token_ids.tolist() == [5]
 
 
 def test_a_graph_that_was_half_made_is_made_anew(

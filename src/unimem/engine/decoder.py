@@ -984,13 +984,18 @@ class Decoder:
             return
         # A ring has rows for one batch beside its window.
         most = self._batch if self._history.is_cut else len(tokens)
+        talk, end = self._forward.n_talks, self.kv.next_position
         for start in range(0, len(tokens), most):
             batch = tokens[start : start + most]
-            end = self.kv.next_position
             if self._prefixes is not None and self._history.is_cut:
                 first_kept = self._history.first_kept(end + len(batch))
                 self._prefixes.put_before(first_kept, self.kv, self._forward.ids[:end])
+            if (self._forward.n_talks, self.kv.next_position) != (talk, end):
+                raise RuntimeError(
+                    "a signal handler began another conversation: the other tokens do not count"
+                )
             self._forward.prefill(batch)
+            end += len(batch)
             self._tally.hold(self.kv.memory_usage_bytes, self.kv.seq_len)
 
 
