@@ -326,10 +326,15 @@ def test_clients_of_one_slot_wait_for_each_other(
     assert (one.log, two.log) == ([], [])
 
 
+@pytest.mark.parametrize("adapters", [[{"id": 0, "scale": 1}], []])
+@pytest.mark.parametrize("path", ["/completion", "/infill"])
 def test_adapters_of_one_request_are_not_stored_for_others(
-    store: um.KVStore, model: Path, folder: Path
+    store: um.KVStore, model: Path, folder: Path, path: str, adapters: list[Any]
 ) -> None:
-    """The server computes what waits for a slot before it saves the slot for the proxy."""
+    """The server computes what waits for a slot before it saves the slot for the proxy.
+
+    A request that names no adapter is computed without those of the server.
+    """
     begun = threading.Event()
     body = {"prompt": SYSTEM, "n_predict": 4}
     with served(store, model, folder, n_slots=1) as one:
@@ -342,9 +347,10 @@ def test_adapters_of_one_request_are_not_stored_for_others(
                     return plain(body)
                 finally:
                     one.fake.salt = 0
+            n_asked = one.fake.paths.count(path)
             begun.set()
             deadline = time.monotonic() + 0.5
-            while one.fake.paths.count("/completion") < 3 and time.monotonic() < deadline:
+            while one.fake.paths.count(path) == n_asked and time.monotonic() < deadline:
                 time.sleep(0.01)  # the other one may wait in the server
             return plain(body)
 
@@ -352,8 +358,7 @@ def test_adapters_of_one_request_are_not_stored_for_others(
         first = threading.Thread(target=one.ask, args=("/completion", body))
         first.start()
         assert begun.wait(30)
-        adapters = [{"id": 0, "scale": 1}]
-        status, data, n = one.ask("/completion", body | {"lora": adapters})
+        status, data, n = one.ask(path, body | {"lora": adapters})
         first.join()
         assert (status, n) == (200, -1)
         assert json.loads(data)["content"] == expected(SYSTEM, salt=1)

@@ -194,14 +194,14 @@ class SlotProxy:
             return
         path = client.path.split("?")[0].removeprefix("/v1")
         with ExitStack() as stack:
-            if client.command == "POST" and path in _COMPLETIONS:
+            if client.command == "POST" and (path in _COMPLETIONS or b'"lora"' in body):
                 ids = None
                 try:
                     request = json.loads(body)
                     if self._server.admits(client.headers):
                         ids = self._tokens(path, request)
-                    wanted = integer(request.get("id_slot", -1), "id_slot")
                     if ids is not None:
+                        wanted = integer(request.get("id_slot", -1), "id_slot")
                         known, slot = stack.enter_context(self._slot(ids, wanted))
                 except _ERRORS as error:
                     self._log(f"a completion passes without the store: {error}")
@@ -225,11 +225,13 @@ class SlotProxy:
     def _tokens(self, path: str, request: Any) -> NDArray[np.int32] | None:
         """Return the ids of a prompt; None for requests that are passed on as they are.
 
-        None of them are known for a request with adapters of its own, which gets a slot all the
-        same: it would be computed in one whose rows are about to be stored.
+        None of them are known for a request that chooses adapters, or none of them, which gets a
+        slot all the same: it would be computed in one whose rows are about to be stored.
         """
-        if request.get("lora"):
+        if "lora" in request:
             return np.empty(0, np.int32)
+        if path not in _COMPLETIONS:
+            return None
         if request.get("n", 1) != 1 or not request.get("cache_prompt", True):
             return None
         prompt = request.get("prompt")

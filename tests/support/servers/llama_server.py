@@ -156,7 +156,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.answer(200, {"prompt": template(body["messages"])})
             elif path.startswith("/slots/"):
                 self.slot(int(path.rpartition("/")[2]), query, body)
-            elif path.endswith("completion") or path.endswith("completions"):
+            elif path.endswith(("completion", "completions", "infill")):
                 self.fake.bodies.append(body)
                 self.complete(body)
             else:
