@@ -39,9 +39,12 @@ class Llama:
     def __init__(self, model: Path, kinds: Any = ((1, 32), (1, 32))) -> None:
         self.model_path, self.kinds = str(model), kinds
         self.context_params = SimpleNamespace(**USUAL)
-        self.lora_path = self.kv_overrides = None
+        self.lora_path = self.kv_overrides = self.chat_handler = None
         self.lora_scale, self._seed, self.n_tokens = 1.0, 7, 0
         self.input_ids, self.scores = np.zeros(64, np.intc), np.zeros((32, 320), np.single)
+
+    def n_ctx(self) -> int:
+        return 64
 
     def token_bos(self) -> int:
         return 1
@@ -120,6 +123,20 @@ def test_others_have_their_own(store: um.KVStore, model: Path, tmp_path: Path) -
     others = [Llama(retrained), Llama(model, (Q8_0, Q8_0)), Llama(model)]
     others[2].context_params.rope_freq_base = 1e6
     assert [IDS in LlamaStoreCache(other, store) for other in others] == [False] * 3
+
+
+def test_nothing_is_put_while_images_are_possible(store: um.KVStore, model: Path) -> None:
+    """A chat handler gives an image positions, and leaves the ids there of an earlier prompt."""
+    llama = Llama(model)
+    cache = LlamaStoreCache(llama, store)
+    llama.eval(IDS)
+    llama.chat_handler = print  # type: ignore[assignment]
+    with pytest.warns(PlacementWarning, match="chat handler"):
+        cache[IDS] = llama.save_state()
+    assert IDS not in cache
+    llama.chat_handler = None
+    cache[IDS] = llama.save_state()
+    assert IDS in cache
 
 
 def test_a_failure_is_a_warning(store: um.KVStore, model: Path) -> None:

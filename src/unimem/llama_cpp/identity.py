@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import ChainMap
 from pathlib import Path
 from typing import Any
 
@@ -50,4 +51,19 @@ def options_of(llama: Any) -> str:
         found["lora"] = [digest, llama.lora_scale]
     if llama.kv_overrides:
         found["kv_overrides"] = repr(sorted(llama.kv_overrides.items()))
+    if _is_long(llama):
+        found["rope_factors"] = "long"
     return json.dumps(found, sort_keys=True) if found else ""
+
+
+def _is_long(llama: Any) -> bool:
+    """Whether a `Llama` has the RoPE factors for long contexts, as llama.cpp chooses them."""
+    params = llama.context_params
+    n_ctx = llama.n_ctx() // (1 if params.kv_unified else params.n_seq_max)
+    with open_weights(llama.model_path, load="map") as weights:
+        if "rope_factors_long.weight" not in weights.tensors:
+            return False
+        meta: Any = ChainMap(llama.kv_overrides or {}, weights.metadata)  # type: ignore[arg-type]
+        arch = meta["general.architecture"]
+        trained = meta[f"{arch}.context_length"]
+        return bool(n_ctx > meta.get(f"{arch}.rope.scaling.original_context_length", trained))

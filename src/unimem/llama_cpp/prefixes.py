@@ -108,8 +108,9 @@ class LlamaPrefixes:
     layout : str or LlamaKV
         The layout to store and restore, or a state of some tokens that has it.
     options : str, optional
-        Whatever else changes what llama.cpp computes: adapters, and other options for positions
-        than the model's own.
+        Whatever else changes what llama.cpp computes: adapters, other options for positions than
+        the model's own, and whether the context is a long one for a model with
+        ``rope_factors_long``.
 
     Raises
     ------

@@ -23,7 +23,8 @@ class LlamaStoreCache:
 
     It has the methods of llama-cpp-python's `BaseLlamaCache`. What fails costs time and gives a
     warning, never wrong text. Make it before the first prompt: if the `Llama` has no tokens, one is
-    computed to learn the layout of its states.
+    computed to learn the layout of its states. Nothing is put while the `Llama` has a
+    `chat_handler`, which may give it images.
 
     Parameters
     ----------
@@ -106,6 +107,8 @@ class LlamaStoreCache:
     def __setitem__(self, key: Sequence[int], value: Any) -> None:
         """Put the tokens of a `LlamaState`; those that it has count, not the key."""
         try:
+            if self._llama.chat_handler is not None:  # ids at the places of an image are others'
+                raise FormatError("a Llama with a chat handler may have images among its tokens")
             ids = value.input_ids[: value.n_tokens]
             self._prefixes.put(ids, state_to_kv(value.llama_state))
         except _ERRORS as error:
