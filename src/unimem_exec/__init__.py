@@ -439,9 +439,6 @@ def start(program: str, command: list[str], variables: dict[str, str]) -> None:
     # Python ignores these signals, and a program would inherit that.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
     os.execve(program, command, variables)
 
 

@@ -383,6 +383,8 @@ def test_programs_that_cannot_load_the_library_are_named(
 def test_a_static_program_runs_unless_strict(programs: dict[str, Path]) -> None:
     screen = run_anew("exec", "--", programs["static"], code=MAIN)
     assert (screen.code, "linked statically" in screen.err) == (4, True)
+    with open("/dev/full", "w") as full:
+        assert run_anew("exec", "--", programs["static"], code=MAIN, stderr=full).code == 4
     screen = show("exec", "--strict", "--", programs["static"])
     assert (screen.code, "linked statically" in screen.err) == (3, True)
 

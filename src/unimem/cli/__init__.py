@@ -20,7 +20,7 @@ from unimem.cli.exits import DOES_NOT_FIT, FAILED, INTERRUPTED, OK, Ended
 if TYPE_CHECKING:
     import typer
 
-__all__ = ["main"]
+__all__ = ["fail", "main", "sentence"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         standard error.
     """
     if sys.stdout is None:
-        return _fail("standard output is closed: there is nowhere to write to", FAILED)
+        return fail("standard output is closed: there is nowhere to write to", FAILED)
     # A terminal that lacks a character shows a question mark for it.
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     with warnings.catch_warnings(), _signals_as_interrupts() as received:
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         # A program that closes a pipe, such as `head`, needs no message.
         if code == OK and not isinstance(error, BrokenPipeError):
-            return _fail(f"standard output: {error.strerror}", FAILED)
+            return fail(f"standard output: {error.strerror}", FAILED)
         code = code or FAILED
     return code
 
@@ -95,9 +95,9 @@ def _run(arguments: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except MemoryError as error:
-        return _fail(_sentence(error) or "there is not enough memory", DOES_NOT_FIT)
+        return fail(sentence(error) or "there is not enough memory", DOES_NOT_FIT)
     except (OSError, ValueError, RuntimeError, ArithmeticError, BufferError, ImportError) as error:
-        return _fail(_sentence(error), FAILED, getattr(error, "__notes__", ()))
+        return fail(sentence(error), FAILED, getattr(error, "__notes__", ()))
     return OK
 
 
@@ -155,20 +155,22 @@ def _app() -> typer.Typer:
     return app
 
 
-def _sentence(error: BaseException) -> str:
+def sentence(error: BaseException) -> str:
+    """Return what an error says, with the path first."""
     if isinstance(error, OSError) and error.strerror:
         where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
         return f"{where}{error.strerror}"
     return str(error)
 
 
-def _fail(sentence: str, code: int, notes: Sequence[str] = ()) -> int:
+def fail(text: str, code: int, notes: Sequence[str] = ()) -> int:
+    """Say something on standard error, if that takes it, and return the exit code."""
     if sys.stderr is not None:
         with suppress(OSError):  # such as of a closed terminal
-            for line in (f"unimem: {sentence}", *notes):
+            for line in (f"unimem: {text}", *notes):
                 print(escape(line), file=sys.stderr)
     return code
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    _fail(f"warning: {message}", OK)
+    fail(f"warning: {message}", OK)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from typing import Annotated, Any
 
 import typer
 
 from unimem._core.block import Block
-from unimem.base.text import escape
-from unimem.cli.exits import DOES_NOT_FIT
+from unimem.cli import fail
+from unimem.cli.exits import DOES_NOT_FIT, OK
 from unimem.cli.options import check_numa, number_parser
 from unimem.errors import PlacementError
 from unimem.system import limits
@@ -114,14 +113,8 @@ def exec_(
         _end(f"{program}: {error.strerror}", NOT_EXECUTABLE)
 
 
-def _tell(text: str) -> None:
-    if sys.stderr is not None:
-        print(f"unimem: {escape(text)}", file=sys.stderr)
-
-
 def _end(text: str, code: int) -> None:
-    _tell(text)
-    raise typer.Exit(code)
+    raise typer.Exit(fail(text, code))
 
 
 def _check_program(program: str, *, strict: bool) -> None:
@@ -131,7 +124,7 @@ def _check_program(program: str, *, strict: bool) -> None:
         return
     if strict:
         _end(found, DOES_NOT_FIT)
-    _tell(f"warning: {found}; it runs as without unimem exec")
+    fail(f"warning: {found}; it runs as without unimem exec", OK)
 
 
 def _check_machine(
@@ -160,7 +153,7 @@ def _warn_of_pages(nbytes: int) -> None:
     with warnings.catch_warnings(record=True) as told, Block(nbytes, pages="thp", warm=True):
         pass
     for each in told:
-        _tell(f"warning: {each.message}")
+        fail(f"warning: {each.message}", OK)
 
 
 def _staged(word: str) -> str:
