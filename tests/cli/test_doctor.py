@@ -70,6 +70,8 @@ def test_a_disk_is_measured_where_one_is_named(amiss: um.Machine, monkeypatch: P
     for given in ((), ("--disk", "/models")):
         assert show("doctor", *given).code == 0
     assert measured == [None, Path("/models")]
+    assert show("doctor", "--disk", "").code == 2
+    assert len(measured) == 2
     monkeypatch.undo()
     code, out, err = show("doctor", "--disk", "/nosuch")
     assert (code, out, err) == (1, "", "unimem: /nosuch: No such file or directory\n")

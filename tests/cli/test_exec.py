@@ -489,6 +489,9 @@ def test_models_among_the_arguments_are_staged() -> None:
         assert (second, third) == (f"--model={first}", "other.gguf")
         assert first != str(TINY)
         assert screen.err.count("is staged as") == 2
+        words[-4:] = "import os; print(os.readlink('/proc/self/fd/2'))", TINY
+        with open("/dev/full", "w") as full:  # which stays the program's
+            assert run_anew(*words, code=MAIN, stderr=full).out == "/dev/full\n"
     finally:
         run_anew("stage", "--drop", first, code=MAIN)
 

@@ -57,6 +57,8 @@ def test_a_proxy_serves_until_it_is_ended(address: str, tmp_path: Path) -> None:
     [
         ("--chunk-tokens 0", "--chunk-tokens': expected a whole number from 1 to"),
         ("--model https://a/m.gguf", "--model': expected a file of this machine, got 'https://a/m"),
+        ("--model=", "--model': expected the path of a model, got ''"),
+        ("--slot-save-path=", "--slot-save-path: expected a folder, got ''"),
         ("--port -1", "--port': expected a whole number from 0 to 65535"),
         ("--disk-bytes 0", "--ram-bytes, --disk-bytes: expected one that is not 0"),
     ],

@@ -324,7 +324,12 @@ def test_the_page_cache_needs_no_holder(model: Path, tmp_path: Path) -> None:
     with model.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    assert stage(model, "--page-cache") == str(model)
+    document = json.loads(run(model, "--page-cache", "--json").out)
+    check_document(document)
+    assert document["path"] == str(model)
+    assert [document[name] for name in ("staged", "used")] == pytest.approx(
+        [time.time()] * 2, abs=600
+    )
     assert kept(tmp_path) == []
     with cli_stage.open_weights(model, load="map") as weights:
         assert weights.residency().resident_bytes >= model.stat().st_size // 4096 * 4096
@@ -538,6 +543,10 @@ def test_a_budget_drops_the_least_recently_used(own: Path) -> None:
     assert document["staged"] <= document["used"] <= time.time()
     assert "KiB beyond it are in use" in run("--budget", nbytes // 2)[2]
     assert run("--budget", "none")[2] == "unimem: staged models have no budget\n"
+    for budget in ("none", "1G"):
+        code, out, err = run("--budget", budget, "--json")
+        assert (code, out) == (2, "")
+        assert "--json is for" in err
     assert len({stage(each) for each in models}) == 4
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from unimem.cli import terminal
-from unimem.cli.options import value_option
+from unimem.cli.options import model_path, value_option
 from unimem.system.doctor import doctor as look
 from unimem.system.machine_text import render
 
@@ -20,6 +20,7 @@ def doctor(
             "PATH",
             "Measure the disk of a model or a folder with direct reads, and remember its speed for "
             "`unimem plan`. [default: read and write no data]",
+            parser=model_path,
         ),
     ] = None,
     as_json: Annotated[

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from unimem.base.text import escape
-from unimem.cli import terminal
+from unimem.cli import fail, terminal
+from unimem.cli.exits import OK
 from unimem.cli.options import Salt, number_parser, salt_of, value_option
 from unimem.cli.store import DiskBytes, Options, Store, StoreChunk, local_model, parse_bytes
 from unimem.kv.store.store import KVStore
@@ -40,7 +39,7 @@ def serve_slots(
         ),
     ],
     slot_save_path: Annotated[
-        Path, value_option("DIR", "The server's --slot-save-path, on this machine.")
+        str, value_option("DIR", "The server's --slot-save-path, on this machine.")
     ],
     options: Options = "",
     ram_bytes: Annotated[
@@ -72,6 +71,8 @@ def serve_slots(
     completion, the longest stored prefix is restored into the slot; afterwards, new tokens are
     stored.
     """
+    if not slot_save_path:
+        raise typer.BadParameter("--slot-save-path: expected a folder, got ''")
     if not ram_bytes and disk_bytes == 0 and not is_url(store):
         raise typer.BadParameter(
             "--ram-bytes, --disk-bytes: expected one that is not 0 for a folder, got 0 and 0"
@@ -92,6 +93,5 @@ def serve_slots(
         proxy.serve()
 
 
-def _log(sentence: str) -> None:
-    with suppress(OSError):  # such as of a closed terminal
-        print(escape(f"unimem: {sentence}"), file=sys.stderr, flush=True)
+def _log(text: str) -> None:
+    fail(text, OK)

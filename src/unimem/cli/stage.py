@@ -17,7 +17,8 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 import typer
 
 from unimem.base.text import escape, format_age, format_bytes
-from unimem.cli import terminal
+from unimem.cli import fail, terminal
+from unimem.cli.exits import OK
 from unimem.cli.options import AsJson, NumaNodes, check_numa, value_option
 from unimem.remote.client import is_url, shown, url_key
 from unimem.staging.backings import Folder, sweep
@@ -153,7 +154,8 @@ def stage(
     if no_verify and not is_url(model):
         raise typer.BadParameter("--no-verify is for the URL of a model")
     others = {"--list": show or None, "--drop": drop_what, "--pin": pin, "--unpin": unpin}
-    _check_usage(model, asked, budget=budget, others=others, page_cache=page_cache)
+    only = {"page_cache": page_cache, "as_json": as_json}
+    _check_usage(model, asked, budget=budget, others=others, **only)
     for option, value in (("--dry-run", dry_run), ("--yes", yes)):
         if value and drop_what is None:
             raise typer.BadParameter(f"{option} is for --drop")
@@ -194,6 +196,7 @@ def _check_usage(
     budget: str | None,
     others: dict[str, Any],
     page_cache: bool,
+    as_json: bool,
 ) -> None:
     given = [value for value in (model, *others.values()) if value is not None]
     if len(given) != 1 and (given or budget is None):
@@ -201,6 +204,8 @@ def _check_usage(
         raise typer.BadParameter(f"expected one of {names}, or --budget")
     if budget is not None and given and model is None:
         raise typer.BadParameter("--budget goes with a MODEL, or stands alone")
+    if as_json and not given:
+        raise typer.BadParameter("--json is for a document: --budget alone gives none")
     if "" in given:
         raise typer.BadParameter("expected the path of a model, got ''")
     placed = (asked["backing"], asked["pages"], asked["numa"])
@@ -603,11 +608,4 @@ def _describe(held: Held) -> str:
 
 
 def _tell(text: str) -> None:
-    if sys.stderr is None:
-        return
-    try:
-        print(f"unimem: {escape(text)}", file=sys.stderr)
-    except OSError:
-        # No one reads it, and the work is done. Python would try again at its end.
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stderr.fileno())
+    fail(text, OK)

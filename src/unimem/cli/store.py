@@ -12,7 +12,7 @@ import typer
 
 from unimem.base.text import escape, format_bytes, format_count
 from unimem.cli import terminal
-from unimem.cli.options import AsJson, Salt, number_parser, value_option
+from unimem.cli.options import AsJson, Salt, model_path, number_parser, value_option
 from unimem.cli.store_chunks import ChunkWork, parse_seconds
 from unimem.cli.terminal import document_head
 from unimem.errors import FormatError
@@ -33,12 +33,12 @@ parse_bytes = number_parser(0, 1 << 60, "8G, 500M or 0")
 
 
 def local_model(text: str) -> Path:
-    """Return the path of a model; typer.BadParameter refuses a URL."""
+    """Return the path of a model; typer.BadParameter refuses a URL, and an empty text."""
     if is_url(text):
         raise typer.BadParameter(
             f"expected a file of this machine, got {shown(text)!r:.60}: unimem stage brings it here"
         )
-    return Path(text)
+    return model_path(text)
 
 
 Store = Annotated[

@@ -91,7 +91,12 @@ def open_staging_folder(*, create: bool = False) -> StagingFolder | None:
 
 
 def staged_ns(held: Held) -> int:
-    """Return when a model was staged, in nanoseconds since 1970: when its keeper began."""
+    """Return when a model was staged, in nanoseconds since 1970: when its keeper began.
+
+    A model without a keeper was staged by this command, now.
+    """
+    if not held.pid:
+        return time.time_ns()
     since_boot = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
     return time.time_ns() - max(0, since_boot - held.began * _TICK_NS)
 
