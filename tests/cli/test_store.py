@@ -130,6 +130,7 @@ def test_chunks_of_another_size_are_listed_as_they_are(tmp_path: Path, model: Pa
         (("list", "--model", "s3://b/m.gguf"), 2, "expected a file of this machine, got 's3://b/m"),
         (("list", "--options", "rope"), 2, "--options is for import"),
         (("import", "slot", "--model", "MODEL", "--streams", "4"), 2, "--streams is for export"),
+        (("import", "slot", "--model", "MODEL", "--json"), 2, "--json is for list and show"),
     ],
 )
 def test_wrong_usage(

@@ -155,6 +155,7 @@ def store(
         ("--salt-file", salt is not None, "import", "export"),
         ("--options", bool(options), "import"),
         ("--streams", streams != 1, "export"),
+        ("--json", as_json, "list", *_ON_DISK),
     ):
         if is_given and action not in of:
             raise typer.BadParameter(f"{option} is for {' and '.join(of)}")
