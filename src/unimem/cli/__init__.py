@@ -11,16 +11,15 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from unimem.base.text import escape
-from unimem.cli.exits import DOES_NOT_FIT, FAILED, INTERRUPTED, OK, Ended
+from unimem.cli.exits import DOES_NOT_FIT, FAILED, INTERRUPTED, OK, Ended, fail, sentence
 
 if TYPE_CHECKING:
     import typer
 
-__all__ = ["fail", "main", "sentence"]
+__all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -153,23 +152,6 @@ def _app() -> typer.Typer:
     for command in entry_points(group="unimem.commands"):
         app.command(command.name, cls=Command)(command.load())
     return app
-
-
-def sentence(error: BaseException) -> str:
-    """Return what an error says, with the path first."""
-    if isinstance(error, OSError) and error.strerror:
-        where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
-        return f"{where}{error.strerror}"
-    return str(error)
-
-
-def fail(text: str, code: int, notes: Sequence[str] = ()) -> int:
-    """Say something on standard error, if that takes it, and return the exit code."""
-    if sys.stderr is not None:
-        with suppress(OSError):  # such as of a closed terminal
-            for line in (f"unimem: {text}", *notes):
-                print(escape(line), file=sys.stderr)
-    return code
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from unimem._core.block import Block
-from unimem.cli import fail
-from unimem.cli.exits import DOES_NOT_FIT, OK
+from unimem.cli.exits import DOES_NOT_FIT, OK, fail
 from unimem.cli.options import check_numa, number_parser
 from unimem.errors import PlacementError
 from unimem.system import limits

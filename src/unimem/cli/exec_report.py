@@ -11,8 +11,7 @@ from unimem.accounting.report import report
 from unimem.accounting.report_text import report_lines
 from unimem.base.atomic_file import write_text
 from unimem.base.text import Surface
-from unimem.cli import fail, sentence
-from unimem.cli.exits import FAILED, OK
+from unimem.cli.exits import FAILED, OK, fail, sentence
 
 
 def main(pid: int, file: str) -> int:

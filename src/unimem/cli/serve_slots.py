@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from unimem.base.text import escape
-from unimem.cli import fail, terminal
-from unimem.cli.exits import OK
+from unimem.cli import terminal
+from unimem.cli.exits import OK, fail
 from unimem.cli.options import Salt, number_parser, salt_of, value_option
 from unimem.cli.store import DiskBytes, Options, Store, StoreChunk, local_model, parse_bytes
 from unimem.kv.store.store import KVStore

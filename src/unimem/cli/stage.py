@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 import typer
 
 from unimem.base.text import escape, format_age, format_bytes
-from unimem.cli import fail, terminal
-from unimem.cli.exits import OK
+from unimem.cli import terminal
+from unimem.cli.exits import OK, fail
 from unimem.cli.options import AsJson, NumaNodes, check_numa, value_option
 from unimem.remote.client import is_url, shown, url_key
 from unimem.staging.backings import Folder, sweep
