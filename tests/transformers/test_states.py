@@ -6,6 +6,7 @@ import copy
 import pickle
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -69,6 +70,32 @@ def test_what_states_cannot_do_is_refused(tmp_path: Path) -> None:
             pytest.raises(NotImplementedError, match="put_into: expected layers"),
         ):
             cache.put_into(store, architectures.ids())
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize("layer", [1, 2])
+def test_states_that_are_ahead_end_with_a_rollback(name: str, layer: int) -> None:
+    """Lengths alone do not tell: attention may have all of the tokens, or none."""
+    model, ids = architectures.model(name), architectures.ids(n=15)
+    how = {architectures.cache_name(model): (cache := KVCache.for_model(model))}
+    with cache, torch.no_grad():
+        model(ids[:, :11], **how)
+        model(ids[:, 11:12], **how)
+        cache.rollback()  # of whole passes: nothing is dropped
+        assert cache.get_seq_length() == 12
+        with (
+            patch.object(model.model.layers[layer], "forward", side_effect=KeyboardInterrupt),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            model(ids[:, 12:], **how)
+        with pytest.raises(RuntimeError, match=r"copy: layers differ, .* interrupted"):
+            cache.copy()
+        with pytest.raises(ValueError, match="states that do not: the cache is empty"):
+            cache.rollback()
+        assert cache.get_seq_length() == 0
+        logits = model(ids, **how).logits
+        torch.testing.assert_close(logits, model(ids, use_cache=False).logits)
+        cache.copy().close()
 
 
 @pytest.mark.parametrize("name", ["rwkv", "xlstm", "xlm"])

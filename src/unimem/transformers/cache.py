@@ -288,6 +288,18 @@ class KVCache(Cache):  # type: ignore[misc]
 
     # ---- the interface of transformers ----
 
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Return the state of a convolution, or None: a pass asks once, and may write to it."""
+        state, layer = super().get_conv_state(layer_idx, state_idx), self.layers[layer_idx]
+        layer.note(layer.reads, ("conv", state_idx))
+        return state
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Return a recurrent state, or None: a pass asks once, and may write to it."""
+        state, layer = super().get_recurrent_state(layer_idx, state_idx), self.layers[layer_idx]
+        layer.note(layer.reads, ("recurrent", state_idx))
+        return state
+
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last tokens, as assisted decoding does.
 
@@ -337,15 +349,14 @@ class KVCache(Cache):  # type: ignore[misc]
         """Drop tokens that some layers lack, such as those interrupted by CacheFull.
 
         It raises ValueError, and leaves an empty cache, if a window has overwritten rows that it
-        would have to show, which a larger `spare_rows` keeps.
+        would have to show, which a larger `spare_rows` keeps, or if some layers have states.
         """
         self._check_open()
-        lengths = [length for group in self._groups for length in group.lengths]
-        length = min(lengths, default=0)
-        if not length:
+        length = min(self._lengths(), default=0)
+        if self._groups and not length:
             self.reset()
             return
-        if self._states() and length < max(lengths):
+        if self._states() and any(len(found) > 1 for found in (self._lengths(), *self._passes())):
             self.reset()
             raise ValueError(
                 "KVCache.rollback: expected layers that go back, got states that do not: the cache "
@@ -373,20 +384,36 @@ class KVCache(Cache):  # type: ignore[misc]
 
     def _check_whole(self, call: str) -> None:
         self._check_open()
-        lengths = {length for group in self._groups for length in group.lengths}
-        if len(lengths) > 1:
-            raise RuntimeError(
-                f"KVCache.{call}: layers differ in length, from {min(lengths)} to {max(lengths)} "
-                "tokens, since a forward pass was interrupted: rollback() first"
-            )
+        lengths, *passes = self._lengths(), *self._passes()
+        for found, kind in ((lengths, "tokens"), *((found, "passes") for found in passes)):
+            if len(found) > 1:
+                raise RuntimeError(
+                    f"KVCache.{call}: layers differ, from {min(found)} to {max(found)} {kind}, "
+                    "since a forward pass was interrupted: rollback() first"
+                )
+
+    def _lengths(self) -> set[int]:
+        return {length for group in self._groups for length in group.lengths}
+
+    def _passes(self) -> tuple[set[int], set[int]]:
+        """Return how many passes the layers of a model with states saw, and wrote states anew."""
+        states = [layer for layer in self._states() if layer.counts_passes]
+        reads = {n for layer in states for n in layer.reads.values() or [0]}
+        if any(reads):
+            layers = [layer for layer in self.layers if isinstance(layer, Layer)]
+            reads |= {layer.passes for layer in layers if layer.counts_passes}
+        return reads, {n for layer in states for n in layer.writes.values()}
 
     def reset(self) -> None:
         """Drop all tokens; the number of streams may change afterwards."""
         self._check_open()
         for group in self._groups:
             group.clear()
-        for layer in self._states():
-            StateLayer.reset(layer)
+        for layer in self.layers:
+            if isinstance(layer, Layer):
+                layer.passes, layer.counts_passes = 0, True
+            if isinstance(layer, StateLayer):
+                StateLayer.reset(layer)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Give each stream i the tokens of stream ``beam_idx[i]``, in place, for beam search."""
@@ -482,6 +509,8 @@ class KVCache(Cache):  # type: ignore[misc]
         ]
         other.layers = [other._layer(one, by_window) for one in kept]
         for layer, like in zip(other.layers, self.layers, strict=True):
+            if isinstance(like, Layer):
+                layer.passes, layer.counts_passes = like.passes, like.counts_passes
             if isinstance(like, IndexedLayer) and like.indexer is not None:
                 layer.index_with(groups[like.indexer.group])
         try:

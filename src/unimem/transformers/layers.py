@@ -335,6 +335,8 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
         self.group = group
         self.index = index  # in its group
         self._place = operator.place_of(self)
+        self.passes = 0  # that brought tokens
+        self.counts_passes = True  # until compiled code runs, which does not count
 
     def __repr__(self) -> str:
         window = self.group.window
@@ -432,6 +434,7 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
             As `unimem.KVCache.append`. No token was appended.
         """
         if torch.compiler.is_compiling():
+            self.counts_passes = False
             return self._append_compiled(key_states, value_states)
         group, n = self.group, key_states.shape[2]
         is_known = group.token == (key_states.shape, value_states.shape, key_states.dtype)
@@ -448,6 +451,7 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
             if self.length + n > group.require().max_seq_len:
                 error.message += "; max_seq_len= makes room for more"
             raise
+        self.passes += 1
         if group.prompt is not None:
             group.finish_prompt()
         if n == 1 and group.packs(shown[0]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, NoReturn
 
 import numpy as np
@@ -29,6 +30,8 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         self._placement = placement
         self._number = number_of_states
         self.caches: list[KVCache] = []
+        self.reads, self.writes = Counter[tuple[str, int]](), Counter[int]()  # of states
+        self.counts_passes = True  # until compiled code runs, which does not count
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -42,6 +45,23 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
             for index, state in states.items():
                 if state is not None and state is not before.get((kind, index)):
                     states[index] = self._placed(state)
+
+    def note(self, counter: Counter[Any], state: Any) -> None:
+        """Count a pass that reads or writes a state."""
+        if torch.compiler.is_compiling():
+            self.counts_passes = False
+        else:
+            counter[state] += 1
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """Replace a state; return it."""
+        state = LinearAttentionLayer.update_recurrent_state(
+            self, recurrent_states, state_idx, **kwargs
+        )
+        self.note(self.writes, state_idx)
+        return state
 
     def _kinds(self) -> tuple[tuple[str, dict[int, torch.Tensor | None]], ...]:
         return ("conv", self.conv_states), ("recurrent", self.recurrent_states)
@@ -101,6 +121,8 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         self.is_conv_states_initialized = dict(other.is_conv_states_initialized)
         self.is_recurrent_states_initialized = dict(other.is_recurrent_states_initialized)
         self.device, self.dtype, self.record_past = other.device, other.dtype, other.record_past
+        self.reads, self.writes = other.reads.copy(), other.writes.copy()
+        self.counts_passes = other.counts_passes
         for (_, mine), (_, theirs) in zip(self._kinds(), other._kinds(), strict=True):
             for index, state in theirs.items():
                 mine[index] = None if state is None else self._placed(state)
@@ -108,6 +130,9 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
     def reset(self) -> None:
         """Drop the states; the number of streams may change afterwards."""
         past, caches, self.caches = self.record_past, self.caches, []
+        self.reads.clear()
+        self.writes.clear()
+        self.counts_passes = True
         LinearAttentionLayer.__init__(self, number_of_states=self._number)
         self.record_past = past
         _end(caches)
