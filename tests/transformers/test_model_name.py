@@ -150,6 +150,15 @@ def test_adapters_of_peft_count() -> None:
     assert names[0] == names[1]
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_adapters_that_learn_a_prompt_are_refused() -> None:
+    peft = pytest.importorskip("peft", reason="a test with PEFT itself")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = peft.get_peft_model(copy.deepcopy(tiny.model("llama")), config)
+    with pytest.raises(ValueError, match="got one of PEFT that learns a prompt"):
+        model_name.model_name(model)
+
+
 def test_a_loaded_model_has_the_name_of_the_saved_one(tmp_path: Path) -> None:
     model = tiny.model("gemma", "bfloat16")
     model.save_pretrained(tmp_path)

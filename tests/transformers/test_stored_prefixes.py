@@ -216,6 +216,50 @@ def test_a_store_that_closes_before_a_prompt_passed_is_a_warning(tmp_path: Path)
             cache.restore_from(store, ids, put=1)  # type: ignore[arg-type]
 
 
+def test_a_prompt_of_several_streams_is_a_warning(store: um.KVStore) -> None:
+    model, ids = tiny.model("mistral"), tiny.prompts(1, N)
+    with KVCache.for_model(model) as cache:
+        expected = model.generate(ids, **{CACHE: cache}, num_beams=2, max_new_tokens=6).tolist()
+    with KVCache.for_model(model) as cache:
+        cache.restore_from(store, ids, put=True)
+        with pytest.warns(um.PlacementWarning, match="one stream, got one of batch=2"):
+            said = model.generate(ids, **{CACHE: cache}, num_beams=2, max_new_tokens=6)
+    assert said.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "inputs", [{"image_token_id": 95}, {"sound_config": {"audio_token_index": 95}}]
+)
+def test_only_the_text_before_an_image_or_a_sound_is_kept(
+    inputs: dict[str, Any], store: um.KVStore
+) -> None:
+    model, ids = tiny.model.__wrapped__("mistral"), tiny.prompts(1, N).clamp(max=94)
+    model.config.update(inputs)
+    ids[0, 20] = 95
+    with KVCache.for_model(model) as cache:
+        assert cache.restore_from(store, ids, put=True) == 0
+        talk(model, cache, ids)
+        assert cache.put_into(store, ids) == 16
+        cache.reset()
+        assert cache.restore_from(store, ids) == 16
+        cache.reset()
+        assert cache.restore_from(store, ids[:, :16]) == 0  # the last one is left to compute
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_keys_of_one_length_are_refused(rope: str, store: um.KVStore) -> None:
+    sizes = {"original_max_position_embeddings": 16, "factor": 4.0, "rope_theta": 1e4}
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4} if rope == "longrope" else {}
+    config = tiny.config("llama", rope_parameters={"rope_type": rope, **sizes, **factors})
+    model, ids = type(tiny.model("llama"))(config).eval(), tiny.prompts(1, N)
+    with KVCache.for_model(model) as cache:
+        with pytest.raises(NotImplementedError, match="restore_from: expected keys that do not"):
+            cache.restore_from(store, ids)
+        talk(model, cache, ids)
+        with pytest.raises(NotImplementedError, match="put_into: expected keys that do not dep"):
+            cache.put_into(store, ids)
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_another_adapter_finds_no_prefix(store: um.KVStore) -> None:
     peft = pytest.importorskip("peft", reason="PEFT makes adapters")

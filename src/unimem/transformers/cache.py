@@ -670,6 +670,8 @@ class KVCache(Cache):  # type: ignore[misc]
         ------
         ValueError, TypeError
             No model, no store, no ids of one stream; or a cache of several streams.
+        NotImplementedError
+            Layers have states or an indexer, or keys depend on the length of the text.
         RuntimeError
             Some layers lack tokens.
         OSError, ClosedError
@@ -678,7 +680,8 @@ class KVCache(Cache):  # type: ignore[misc]
         known = self._known_model(model, "put_into")
         self._check_whole("put_into")
         self._check_stateless("put_into")
-        ids = sessions.one_stream(tokens)
+        stored_prefixes.check_positions(known, "put_into")
+        ids = stored_prefixes.text_before_inputs(known, sessions.one_stream(tokens))
         return stored_prefixes.put(
             self._groups, stored_prefixes.check_store(store), ids, model_name(known)
         )
@@ -715,15 +718,19 @@ class KVCache(Cache):  # type: ignore[misc]
         ------
         ValueError, TypeError
             No model, no store, no ids of one stream; or the cache has tokens.
+        NotImplementedError
+            As `put_into`.
         OSError, CapacityError, MemoryError, PlacementError, ClosedError
             As `unimem.KVStore.restore_into`. The cache is empty.
         """
         flag(put, "put")
         known = self._known_model(model, "restore_from")
-        ids = sessions.one_stream(tokens)[:-1]
+        ids = sessions.one_stream(tokens)
+        text = stored_prefixes.text_before_inputs(known, ids)
         stored_prefixes.check_store(store)
         self._check_whole("restore_from")
         self._check_stateless("restore_from")
+        stored_prefixes.check_positions(known, "restore_from")
         if length := self._length():
             raise ValueError(
                 f"KVCache.restore_from: expected an empty cache, got one of {length} tokens: "
@@ -733,13 +740,14 @@ class KVCache(Cache):  # type: ignore[misc]
         first = {group: groups.index(group) for group in self._groups}
         made = stored_prefixes.first_tokens(known, first.values())
         if put:
-            whole = sessions.one_stream(tokens)
-            stored_prefixes.put_while_passing(self._groups, store, whole, known)
+            stored_prefixes.put_while_passing(self._groups, store, text, known)
         try:
             for group, layer in first.items():
                 if group.kv is None or not group.takes(*made[layer]):
                     self._start(group, *made[layer])
-            return stored_prefixes.restore(self._groups, store, ids, model_name(known))
+            return stored_prefixes.restore(
+                self._groups, store, text[: len(ids) - 1], model_name(known)
+            )
         except BaseException:
             self.reset()
             raise

@@ -41,8 +41,14 @@ def model_name(model: PreTrainedModel) -> str:
     Raises
     ------
     ValueError
-        Weights are neither in memory nor offloaded by Accelerate.
+        Weights are neither in memory nor offloaded by Accelerate; or an adapter of PEFT puts tokens
+        of its own before those of a text.
     """
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError(
+            "model: expected adapters of weights, got one of PEFT that learns a prompt, whose "
+            "tokens have no ids: call generate with a cache that is not saved or put into a store"
+        )
     fields = model.config.to_dict()
     text = "".join(
         f"{name}={fields[name]!r}\n"
@@ -103,12 +109,14 @@ def _grows(module: torch.nn.Module, name: str) -> bool:
     Its first values are another buffer, and the configuration says how they change.
     """
     place, _, own = name.rpartition(".")
-    kind = str(getattr(module.get_submodule(place), "rope_type", ""))
-    return (
-        own.endswith("inv_freq")
-        and "original" not in own
-        and ("dynamic" in kind or "longrope" in kind)
-    )
+    grown = turns_by_length(module.get_submodule(place))
+    return grown and own.endswith("inv_freq") and "original" not in own
+
+
+def turns_by_length(part: torch.nn.Module) -> bool:
+    """Return whether a part of a model turns keys by the length of the whole text."""
+    kind = str(getattr(part, "rope_type", ""))
+    return "dynamic" in kind or "longrope" in kind
 
 
 def _is_dense(value: Any) -> bool:

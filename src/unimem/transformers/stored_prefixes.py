@@ -21,9 +21,13 @@ from unimem.kv.store.copy_rows import AsRing
 from unimem.kv.store.store import KVStore
 from unimem.system import policy
 from unimem.transformers.layers import Group, Prompt
-from unimem.transformers.model_name import model_name
+from unimem.transformers.model_name import model_name, turns_by_length
 
 Ids = npt.NDArray[np.int64]
+
+# Fields of a configuration with the ids that stand for other inputs, alike for each image.
+_STAND_INS = {f"{kind}_token_id" for kind in ("image", "video", "audio")}
+_STAND_INS |= {f"{kind}_token_index" for kind in ("image", "video", "audio")}
 
 
 def check_store(store: Any) -> KVStore:
@@ -31,6 +35,26 @@ def check_store(store: Any) -> KVStore:
     if not isinstance(store, KVStore):
         raise TypeError(f"store: expected a unimem.KVStore, got {store!r:.60}")
     return store
+
+
+def check_positions(model: PreTrainedModel, call: str) -> None:
+    """Raise NotImplementedError for a model whose keys depend on the length of the whole text."""
+    if any(map(turns_by_length, model.modules())):
+        raise NotImplementedError(
+            f"KVCache.{call}: expected keys that do not depend on the length of the text, and "
+            f"those of {model.config.model_type} do, since its rope_type is dynamic or longrope: "
+            "compute the tokens anew"
+        )
+
+
+def text_before_inputs(model: PreTrainedModel, ids: Ids) -> Ids:
+    """Return the first ids, up to one that stands for an image, a video or a sound."""
+    fields = [model.config.to_dict()]
+    for config in fields:  # and those inside, which are added meanwhile
+        fields += [field for field in config.values() if isinstance(field, dict)]
+    others = [config[name] for config in fields for name in _STAND_INS & config.keys()]
+    found = np.isin(ids, [one for one in others if one is not None])
+    return ids[: found.argmax()] if found.any() else ids
 
 
 class _EnoughError(Exception):
@@ -94,9 +118,9 @@ def put_while_passing(
         if n and group.window is not None:
 
             def put_all(group: Group = group) -> None:
-                try:  # the model may have changed since
+                try:  # the model and the number of streams may have changed since
                     put([group], store, ids[:n], model_name(model))
-                except (OSError, CapacityError, ClosedError) as error:
+                except (OSError, CapacityError, ClosedError, ValueError) as error:
                     policy.warn(f"tokens were not put into {store!r}: {error}")
 
             group.keep(Prompt(n, put_all))
