@@ -28,12 +28,3 @@ def test_a_forwarded_property_reads_like_the_bodys() -> None:
         assert kv.seq_len == kv._body.seq_len == 2
         with pytest.raises(AttributeError):
             kv.seq_len = 3  # type: ignore[misc]
-
-
-def test_a_call_passes_through_no_function_of_python() -> None:
-    with um.KVCache(1, 2, 8, 16) as kv:
-        assert getattr(kv.clear, "__self__") is kv._body  # noqa: B009
-        assert um.KVCache.reserve(kv, 2) == 0
-        kv.rollback()
-    with pytest.raises(TypeError, match=r"to unimem[.]kv[.]cache[.]cache[.]KVCache"):
-        um.KVCache.__dict__["clear"].__get__(object(), object)

@@ -8,7 +8,7 @@ Neither body knows this class. Private members that other rooms need are those o
 """
 import warnings
 
-from unimem.kv.cache.held import figure, forward
+from unimem.kv.cache.held import call, figure
 from unimem.kv.cache.rows import for_dims
 from unimem.kv.cache.spec import KVSpec, signature, spec_of
 from unimem.kv.cache_html import kv_html
@@ -44,22 +44,6 @@ class _Restored:
 
     _mapped = staticmethod(OneKindCache.mapped_from)
     _of_layers = staticmethod(LayeredKVCache.of_parts)
-
-
-cdef class _Called:
-    """A method of the body. An instance shows the bound method: a call passes through no frame."""
-    cdef object function
-    cdef str name
-
-    def __get__(self, cache, kind):
-        return self.function if cache is None else getattr((<KVCache?>cache)._body, self.name)
-
-
-def call(method):
-    cdef _Called called = _Called.__new__(_Called)
-    called.function = forward(method)
-    called.name = method.__name__
-    return called
 
 
 cdef class KVCache:

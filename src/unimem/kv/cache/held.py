@@ -21,14 +21,14 @@ def figure(member: Any, doc: str | None = None) -> property:
     return property(operator.attrgetter(f"_body.{member.__name__}"), doc=doc or member.__doc__)
 
 
-def forward(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls the body's method, with its signature and document."""
+def call(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that calls the body's, with its signature and document."""
     name = method.__name__
 
     @functools.wraps(method)
-    def called(self: Any, *args: Any, **options: Any) -> Any:
+    def forward(self: Any, *args: Any, **options: Any) -> Any:
         return getattr(self._body, name)(*args, **options)
 
-    called.__qualname__ = f"KVCache.{name}"
-    called.__module__ = "unimem.kv.cache.cache"
-    return called
+    forward.__qualname__ = f"KVCache.{name}"
+    forward.__module__ = "unimem.kv.cache.cache"
+    return forward
