@@ -132,3 +132,14 @@ def test_no_layer_is_copied_without_its_cache(call: Any) -> None:
     ):
         with pytest.raises(TypeError, match=f"{type(layer).__name__}: expected a copy of the cac"):
             call(layer)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know:UserWarning")
+def test_a_compiled_first_pass_makes_its_states() -> None:
+    """Compiled code follows calls of caches, which have to be functions of Python."""
+    model, ids, logits = architectures.model("lfm2"), architectures.ids(1, 8), []
+    for forward in (model.forward, torch.compile(model.forward, backend="eager")):
+        with torch.no_grad(), KVCache.for_model(model, max_seq_len=64) as cache:
+            given = {architectures.cache_name(model): cache, "use_cache": True}
+            logits.append(forward(ids, **given).logits)
+    assert torch.allclose(*logits, atol=1e-5)
