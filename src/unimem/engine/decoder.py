@@ -281,8 +281,8 @@ class Decoder:
         self._forward = ForwardPass(
             self._decode, self._prefill, history, arrays, self._logits, ids,
             threads=self._count, turn=self._turn, reader=self._memory.pieces,
-            lifetime=self._memory.lifetime,
         )  # fmt: skip
+        self._forward.lifetime = self._memory.lifetime
         self._addresses = self._list_addresses()  # any thread may ask, and they never change
 
     # ---- memory -------------------------------------------------------------------------------

@@ -152,6 +152,7 @@ cdef class ForwardPass:
     #: tally: Tally
     #: compute_address: int
     #: n_talks: int
+    #: lifetime: Lifetime | None
     #: bring_back: Callable[[], object] | None
     #: @property
     #: def n_ids(self) -> int: ...
@@ -162,6 +163,7 @@ cdef class ForwardPass:
     #: @property
     #: def computed_ns(self) -> int: ...
     cdef public uintptr_t compute_address  # ggml's function
+    cdef public object lifetime  # of weights that a tape may take back, or None
     cdef public object bring_back  # called before tokens are used; None unless they are put aside
     cdef public object tally  # of unimem.accounting.published, which counts tokens
     cdef readonly ThreadCount threads
@@ -188,7 +190,6 @@ cdef class ForwardPass:
     cdef Team *_team
     cdef PieceReader _reader  # of streamed weights, or None
     cdef Reading *_reading
-    cdef object _lifetime  # of weights that a tape may take back, or None
     cdef int64_t _n_reserved  # rows for the tokens that are being computed; -1: none are computed
     cdef int (*_argmax)(void *, cnp.npy_intp, cnp.npy_intp *, void *) noexcept nogil
     cdef bint _is_closed
@@ -196,8 +197,7 @@ cdef class ForwardPass:
     def __init__(self, decode: Graph, prefill: Graph, history: History, inputs: Arrays,
                  cnp.ndarray logits not None: NDArray[Any], cnp.ndarray ids not None: NDArray[Any],
                  *, ThreadCount threads not None, Turn turn not None,
-                 PieceReader reader: PieceReader | None = None,
-                 lifetime: Lifetime | None = None) -> None:
+                 PieceReader reader: PieceReader | None = None) -> None:
         cdef OneKindCache cache
         cdef int i
         self._prefill_graph = prefill
@@ -212,7 +212,7 @@ cdef class ForwardPass:
         self._logits, self._ids = logits, ids
         self._ctx, self._batch = ids.shape[0], prefill.batch
         self.threads, self._turn, self._reader = threads, turn, reader
-        self._lifetime, self._n_reserved = lifetime, -1
+        self._n_reserved = -1
         self._reading = NULL if reader is None else &reader.reading
         self._tokens = <int32_t *><uintptr_t>inputs.tokens
         self._positions = <int32_t *><uintptr_t>inputs.positions
@@ -554,8 +554,8 @@ cdef class ForwardPass:
     cdef int _check(self) except -1:
         if self._is_closed:
             raise ClosedError("the Decoder is closed")
-        if self._lifetime is not None and self._lifetime._ended:
-            self._lifetime.check()  # says how
+        if self.lifetime is not None and self.lifetime._ended:
+            self.lifetime.check()  # says how
         if self._team.is_lost:
             ggml.require_threads(self.threads.most)
         if self.bring_back is not None:
