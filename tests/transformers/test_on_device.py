@@ -138,7 +138,7 @@ def test_an_interrupted_pass_is_rolled_back() -> None:
         cache.layers[0].update(*tiny.states(2))
         with pytest.raises(um.CacheFull, match="max_seq_len= makes room for more"):
             cache.layers[1].update(*tiny.states(3))
-        with pytest.raises(RuntimeError, match="layers differ in length"):
+        with pytest.raises(RuntimeError, match="layers differ, from 4 to 6 tokens"):
             cache.crop(-1)
         cache.rollback()
         assert {layer.get_seq_length() for layer in cache.layers} == {4}
