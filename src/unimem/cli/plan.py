@@ -253,7 +253,8 @@ def _usage() -> Iterator[None]:
     except ValueError as error:
         text = str(error)
         names = "window|slots|engine|draft|mmproj and draft|device|weights_budget|cache_ram"
-        if re.match(f"({names})[:=]", text) or ": a plan for a GPU" in text:
+        names += "|load|pages|numa|lock"
+        if re.match(f"({names})[:=]", text):
             text = text.replace("weights_budget", "weights-budget", 1)
             text = text.replace("cache_ram", "cache-ram", 1)
             raise typer.BadParameter(f"--{text}") from None

@@ -528,10 +528,9 @@ class _Planner:
         return self._process_bytes + max(0, self._making_bytes - later)
 
     def _taken(self, needs: list[Need]) -> int:
-        """Return the bytes that are there already, and those of this process, if it ends before.
+        """Return the bytes of needs that are there already, and of this process if it ends before.
 
-        Private memory of this process is among the latter. It is on no other machine, and counts
-        in no other cgroup.
+        Its private memory counts once. On another machine or in another cgroup, it is not there.
         """
         if self._is_elsewhere:
             return 0
